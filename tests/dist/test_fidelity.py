@@ -394,7 +394,7 @@ def relative_error_without_outliers(measured: Tensor, exact: Tensor) -> float:
 def make_problems(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
     """Write out one word problem per seed."""
     conversations = []
-    for row, seed in enumerate(seeds, start=1):
+    for seed in seeds:
         a, b, c = random.Random(seed).choices(range(3, 61), k=3)
         question = f"Tom has {a} apples. He buys {b} bags with {c} apples each. How many apples does he have?"
         answer = (
@@ -403,7 +403,7 @@ def make_problems(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
             f"So the answer is \\boxed{{{a + b * c}}}."
         )
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        conversations.append(Conversation(row, turns))
+        conversations.append(Conversation(turns))
     # transformers 5.17 reads this tokenizer without a padding token.
     pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return collate(tokenize(conversations, tokenizer), pad_token_id=pad_token_id)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.helpers.templates import make_template_tokenizer
-from vcore_ds.common.errors import UserError
-from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
+from vcore_ds.data.conversations import RenderedConversation, render_conversation
+from vcore_ds.data.messages import Malformed
 from vcore_ds.data.prepare.rows import read_chat_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
@@ -108,11 +108,9 @@ def render(name: str, row: dict[str, Any]) -> RenderedConversation | None:
     """Render a row as `vcore-ds prepare` does; None where it is refused."""
     chat = read_chat_row(copy.deepcopy(row))
     try:
-        return render_conversation(
-            Conversation(1, chat.messages, "rows.jsonl", **chat.options), make_template_tokenizer(name)
-        )
-    except UserError as error:
-        assert str(error).startswith("rows.jsonl:1: the chat template of "), error
+        return render_conversation(chat, make_template_tokenizer(name))
+    except Malformed as error:
+        assert str(error).startswith("the chat template of "), error
         assert re.search("refuses this conversation|(leaves out|changes) .*message [2-4]", str(error)), error
         return None
 

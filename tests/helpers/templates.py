@@ -3,9 +3,9 @@
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.conversations import decode_supervised
 from tests.helpers.tokenizer import make_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
@@ -59,6 +59,4 @@ def make_template_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 def decode_supervised_spans(name: str, sequence) -> list[str]:
     """Texts of the contiguous runs of supervised tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.supervised, [0]]).astype(int)))
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [make_template_tokenizer(name).decode(sequence.input_ids[start:end]) for start, end in pairs]
+    return decode_supervised(sequence, make_template_tokenizer(name))

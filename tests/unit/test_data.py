@@ -8,45 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
-from tests.helpers.conversations import tokenize
+from tests.helpers.conversations import decode_supervised, tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
-from vcore_ds.data.conversations import Conversation
+from vcore_ds.data.messages import Malformed
 from vcore_ds.data.tokenization import TokenizedSequence
 
-# As in Qwen3: turns before the last user turn lose their thinking, an assistant turn after it always has a think block.
-QWEN3 = (
-    "{% set ns = namespace(last_user=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'assistant' %}"
-    "{% set thinking = m.reasoning_content or '' %}{% set answer = m.content %}"
-    "{% if '</think>' in m.content %}"
-    "{% set thinking = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set answer = m.content.split('</think>')[-1].lstrip('\n') %}"
-    "{% endif %}"
-    "{{ '<|im_start|>assistant\n' }}"
-    "{% if loop.index0 > ns.last_user %}{{ '<think>\n' + thinking + '\n</think>\n\n' }}{% endif %}"
-    "{{ answer + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# As in newer Qwen templates: the generation prompt opens the thinking, so that the model does not generate the marker.
-THINK_IN_PROMPT = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n").replace(
-    "'\n' + m.content", "'\n' + ('<think>\n' if m.role == 'assistant' else '') + m.content"
-)
-# As in the R1 distillations: the prompt opens the thinking, and the rendered turn has none.
-THINKING_REMOVED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{{ '<|im_start|>assistant\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
-    "{% else %}{{ '<|im_start|>user\n' + m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
 # As in Mistral and Gemma: no system turn, strict alternation.
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -56,19 +27,10 @@ STRICT = (
 MERGES = [("Ġ", "t"), ("Ġt", "h"), ("Ċ", "Ċ"), ("a", "n"), ("an", "s"), (":", "Ċ"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
 
 
-def make_conversation(*turns: str, row: int = 1, system: str | None = None) -> Conversation:
+def make_talk(*turns: str, system: str | None = None) -> list[dict[str, str]]:
     """Alternating turns of user and assistant, the user first."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return Conversation(row, messages, "chat.jsonl")
-
-
-def decode_supervised(sequence: TokenizedSequence, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Decoded text of each run of supervised tokens."""
-    padded = np.concatenate([[False], sequence.supervised, [False]]).astype(int)
-    starts, ends = np.flatnonzero(np.diff(padded) == 1), np.flatnonzero(np.diff(padded) == -1)
-    return [tokenizer.decode(sequence.input_ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 # Supervision
@@ -79,72 +41,27 @@ def test_assistant_turns_and_their_end_are_supervised(trim_offsets: bool) -> Non
     tokenizer = make_tokenizer(merges=MERGES, trim_offsets=trim_offsets)
     # White space runs, characters of several tokens, white space before the end.
     answers = ["a    b\n\n c: 😀🙏🏽ü", "then the ans: \n"]
-    data = tokenize([make_conversation("q:\n", answers[0], "and?", answers[1], system="be brief")], tokenizer)
+    data = tokenize([make_talk("q:\n", answers[0], "and?", answers[1], system="be brief")], tokenizer)
     (sequence,) = data
     assert decode_supervised(sequence, tokenizer) == [answer + "<|im_end|>" for answer in answers]
     assert sequence.input_ids.dtype == np.int32 and sequence.supervised.dtype == np.bool_
     text = tokenizer.apply_chat_template(
-        make_conversation("q:\n", answers[0], "and?", answers[1], system="be brief").messages, tokenize=False
+        make_talk("q:\n", answers[0], "and?", answers[1], system="be brief"), tokenize=False
     )
     assert tokenizer.decode(sequence.input_ids) == text
 
 
 def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}", merges=MERGES)
-    (sequence,) = tokenize([make_conversation("q", "\n\nans")], tokenizer)
+    (sequence,) = tokenize([make_talk("q", "\n\nans")], tokenizer)
     # The newline that ends the prompt and the one that begins the turn are one token.
     assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", "ĊĊ", "Ċ", "ans", "Ċ"]
     assert sequence.supervised.tolist() == [False, False, True, True, False]
 
 
-def test_training_sees_the_prompt_of_generation() -> None:
-    for template in (CHATML, QWEN3, THINK_IN_PROMPT):
-        tokenizer = make_tokenizer(template, merges=MERGES)
-        talk = make_conversation(
-            "what is\n", "<think>\nfour\n</think>\n\n4" if template == QWEN3 else "four\n</think>\n\n4"
-        )
-        (sequence,) = tokenize([talk], tokenizer)
-        prompt = tokenizer.apply_chat_template(talk.messages[:1], add_generation_prompt=True, return_dict=False)
-        first = int(np.flatnonzero(sequence.supervised)[0])
-        assert sequence.input_ids[:first].tolist() == list(prompt)
-
-
-def test_qwen3_thinking_is_supervised_in_the_last_turn() -> None:
-    tokenizer = make_tokenizer(QWEN3, merges=MERGES)
-    data = tokenize([make_conversation("q", "<think>\nwell\n</think>\n\n4")], tokenizer)
-    assert decode_supervised(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
-    # Keys beyond role and content reach the template.
-    talk = make_conversation("q", "4")
-    talk.messages[1]["reasoning_content"] = "well"
-    data = tokenize([talk], tokenizer)
-    assert decode_supervised(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
-
-
-def test_qwen3_earlier_turns_lose_their_thinking_and_are_not_supervised() -> None:
-    tokenizer = make_tokenizer(QWEN3, merges=MERGES)
-    data = tokenize(
-        [make_conversation("q", "<think>\nwell\n</think>\n\n4", "sure?", "<think>\nhm\n</think>\n\nyes")], tokenizer
-    )
-    assert decode_supervised(data[0], tokenizer) == ["<think>\nhm\n</think>\n\nyes<|im_end|>"]
-    assert "well" not in tokenizer.decode(data[0].input_ids)
-
-
-def test_the_think_marker_of_the_generation_prompt_is_no_target() -> None:
-    tokenizer = make_tokenizer(THINK_IN_PROMPT, merges=MERGES)
-    data = tokenize([make_conversation("q", "well\n</think>\n\n4")], tokenizer)
-    assert decode_supervised(data[0], tokenizer) == ["well\n</think>\n\n4<|im_end|>"]
-    assert tokenizer.decode(data[0].input_ids).count("<think>") == 1
-
-
-def test_turns_that_the_template_rewrites_are_not_supervised() -> None:
-    (sequence,) = tokenize([make_conversation("q", "4")], make_tokenizer(THINKING_REMOVED, merges=MERGES))
-    assert not sequence.supervised.any()
-
-
 def test_a_turn_without_prompt_is_context() -> None:
     tokenizer = make_tokenizer(merges=MERGES)
-    talk = Conversation(1, [{"role": "assistant", "content": "Hello"}, *make_conversation("q", "4").messages])
-    data = tokenize([talk], tokenizer)
+    data = tokenize([[{"role": "assistant", "content": "Hello"}, *make_talk("q", "4")]], tokenizer)
     assert decode_supervised(data[0], tokenizer) == ["4<|im_end|>"]
 
 
@@ -155,37 +72,31 @@ def test_a_turn_that_is_refused_as_a_prompt_is_context() -> None:
     )
     tokenizer = make_tokenizer(refuses_prompts_without_user + CHATML, merges=MERGES)
     messages = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "hi"}]
-    data = tokenize([Conversation(1, messages + make_conversation("q", "4").messages)], tokenizer)
+    data = tokenize([messages + make_talk("q", "4")], tokenizer)
     assert decode_supervised(data[0], tokenizer) == ["4<|im_end|>"]
 
 
 def test_the_first_token_is_no_target() -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", merges=MERGES)
-    (sequence,) = tokenize([make_conversation("", "xyz")], tokenizer)
+    (sequence,) = tokenize([make_talk("", "xyz")], tokenizer)
     assert sequence.supervised.tolist() == [False, True, True]
 
 
 def test_a_conversation_that_the_template_refuses_is_named() -> None:
-    with pytest.raises(UserError) as error:
-        tokenize(
-            [make_conversation("q", "a"), make_conversation("q", "a", row=5, system="s")],
-            make_tokenizer(STRICT, merges=MERGES),
-        )
-    assert str(error.value).startswith("chat.jsonl:5: ")
+    with pytest.raises(Malformed) as error:
+        tokenize([make_talk("q", "a", system="s")], make_tokenizer(STRICT, merges=MERGES))
     assert "roles system, user, assistant" in str(error.value)
     assert "must alternate" in str(error.value)
 
 
-def test_a_tokenizer_without_chat_template_is_refused() -> None:
-    with pytest.raises(UserError, match="no chat template"):
-        tokenize([make_conversation("q", "a")], make_tokenizer(None, merges=MERGES))
-
-
-def test_a_tokenizer_without_offsets_is_refused() -> None:
-    tokenizer = ByT5Tokenizer()
-    tokenizer.chat_template = CHATML
-    with pytest.raises(UserError, match="no character offsets"):
-        tokenize([make_conversation("q", "a")], tokenizer)
+@pytest.mark.parametrize(
+    ("tokenizer", "reason"), [(make_tokenizer(None), "no chat template"), (ByT5Tokenizer(), "no character offsets")]
+)
+def test_a_tokenizer_without_template_or_offsets_is_refused(tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
+    if reason == "no character offsets":
+        tokenizer.chat_template = CHATML
+    with pytest.raises(UserError, match=reason):
+        tokenize([make_talk("q", "a")], tokenizer)
 
 
 # Batches
@@ -208,7 +119,7 @@ def test_collate_pads_on_the_right_and_does_not_shift() -> None:
 
 
 def test_solutions_are_the_turns_that_solve_the_problem() -> None:
-    def make_talk(*texts: str, error: str | None = None) -> dict:
+    def make_record(*texts: str, error: str | None = None) -> dict:
         turns = [
             {"role": "User", "text": text, "error": None} for text in (*texts, "Now, summarize", "The answer is 4.")
         ]
@@ -217,11 +128,11 @@ def test_solutions_are_the_turns_that_solve_the_problem() -> None:
 
     solve = "Solve the following problem. Make sure ..\n\n2 + 2?"
     conversations = {
-        "A|0-Shot": make_talk("system", solve, " It is 4. "),
-        "A|5-Shot": make_talk("system", "example", "its solution", solve, "1. 4"),
-        "A|Name C": make_talk("system", "explain", "so", solve + " You may find the concepts above helpful.", "4"),
-        "A|Problem C": make_talk("system", "First, study the following problem", "4"),
-        "A|cut": make_talk("system", solve, "It", error="LENGTH_CURRENT"),
+        "A|0-Shot": make_record("system", solve, " It is 4. "),
+        "A|5-Shot": make_record("system", "example", "its solution", solve, "1. 4"),
+        "A|Name C": make_record("system", "explain", "so", solve + " You may find the concepts above helpful.", "4"),
+        "A|Problem C": make_record("system", "First, study the following problem", "4"),
+        "A|cut": make_record("system", solve, "It", error="LENGTH_CURRENT"),
     }
     traces = list(quickstart_data._solutions({"P": {"conversations": conversations}}))
     assert [(t["problem"], t["source"]) for t in traces] == [("P", "A|0-Shot"), ("P", "A|5-Shot")]

@@ -137,7 +137,7 @@ def test_champ_problems_have_numbers_as_answers() -> None:
         ("gsm8k", [{"question": "?", "answer": "so 5"}], "found no number behind ####"),
         ("rbench", [{**ROWS["rbench"][0], "answer": "G"}], "found 6 options and the answer 'G'"),
         ("supergpqa", [{**ROWS["supergpqa"][0], "options": None}], "found 0 options"),
-        ("math500", [[1]], "row 1: found list"),
+        ("math500", [[1]], "row 1: found int"),
         ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
         ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: found .*half of a surrogate pair"),
         (

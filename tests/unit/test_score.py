@@ -22,7 +22,7 @@ from vcore_ds.commands.score.page import ENDS, ShownTokens, encode_scored
 from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
-from vcore_ds.data.prepare.curation import PrepareRequest
+from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import (
     ScoredCheckpoint,

@@ -26,7 +26,7 @@ from vcore_ds.config.resume import differing_keys, flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import KeptDataset, select_positions
-from vcore_ds.data.prepare.curation import PrepareRequest
+from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import read_scores, write_scores
 from vcore_ds.data.store import TokenStore

@@ -49,9 +49,9 @@ def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: py
     tokenizer = make_template_tokenizer("qwen3")
     lines = "\n".join(describe_reading(str(rows), None, tokenizer))
     expected = [
-        "1 left out: unclosed thinking",
+        "1 dropped: unclosed thinking",
         "exact duplicates: 1",
-        "malformed: 1",
+        "1 dropped: malformed",
         "2 have an answer without thinking",
     ]
     assert all(text in lines for text in expected) and "ignored: `id` 3" in lines

@@ -16,11 +16,9 @@ THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{
 OPENED_BY_PROMPT = {"qwen3_5_think", "deepseek_r1_distill"}
 
 
-def tokenize(name: str, *messages: tuple[str, str], **last_turn_fields: str):
+def tokenize(name: str, *messages: tuple[str, str]):
     turns = [{"role": role, "content": content} for role, content in messages]
-    turns[-1] |= last_turn_fields
-    (sequence,) = conversations.tokenize([Conversation(1, turns, "chat.jsonl")], make_template_tokenizer(name))
-    return sequence
+    return conversations.tokenize([turns], make_template_tokenizer(name))[0]
 
 
 @pytest.mark.parametrize("name", SPECIAL)
@@ -31,15 +29,6 @@ def test_thinking_and_the_end_of_turn_are_supervised_with_exactly_one_pair(name:
     assert target == (expected.removeprefix("<think>\n") if name in OPENED_BY_PROMPT else expected)
     text = make_template_tokenizer(name).decode(sequence.input_ids)
     assert (text.count("<think>"), text.count("</think>")) == (1, 1)
-
-
-@pytest.mark.parametrize("name", SPECIAL)
-def test_thinking_in_a_separate_field_is_the_same(name: str) -> None:
-    thinking, _, answer = THINKING.removeprefix("<think>\n").partition("\n</think>\n\n")
-    inside = tokenize(name, ("user", "2 + 2?"), ("assistant", THINKING))
-    beside = tokenize(name, ("user", "2 + 2?"), ("assistant", answer), reasoning_content=thinking)
-    np.testing.assert_array_equal(inside.input_ids, beside.input_ids)
-    np.testing.assert_array_equal(inside.supervised, beside.supervised)
 
 
 @pytest.mark.parametrize("prompt", [math_prompt("What is $2 + 2$?"), code_prompt("Add two numbers.\n\nInput\n\n2 2")])
@@ -58,13 +47,6 @@ def test_the_training_prompt_is_the_evaluation_prompt(name: str, prompt: str) ->
     assert sequence.supervised[num_prompt_tokens:].sum() >= len(THINKING) // 2
     assert prompt in tokenizer.decode(in_training)
     assert render_prompt(messages, tokenizer).rstrip().endswith("<think>") == (name in OPENED_BY_PROMPT)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
-def test_thinking_of_earlier_turns_is_removed_and_they_are_context(name: str) -> None:
-    sequence = tokenize(name, ("user", "1?"), ("assistant", THINKING), ("user", "2?"), ("assistant", THINKING))
-    assert len(decode_supervised_spans(name, sequence)) == 1
-    assert make_template_tokenizer(name).decode(sequence.input_ids).count("Okay, 2 and 2") == 1
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "mistral_nemo", "smollm2"])
@@ -96,7 +78,7 @@ def test_the_space_that_mistral_7b_puts_before_an_answer_is_kept() -> None:
     spaced.chat_template = template.replace('"[INST]"', '"[INST] "')
     turns = [{"role": role, "content": text} for role, text in [("user", "2?"), ("assistant", "four")]]
     for messages in (turns, [{"role": "system", "content": "Be brief."}, *turns]):
-        rendered = render_conversation(Conversation(1, messages), spaced)
+        rendered = render_conversation(Conversation(messages), spaced)
         assert rendered.text.endswith("2?[/INST] four</s>")
         assert [rendered.text[slice(*span)] for span in rendered.spans] == [" four</s>"]
 

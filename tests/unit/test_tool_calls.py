@@ -11,31 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.helpers.conversations import prepare_rows
+from tests.helpers.template_table import TOOLS as WEATHER
 from tests.helpers.templates import decode_supervised_spans, make_template_tokenizer
-from vcore_ds.common.errors import UserError
-from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
+from vcore_ds.data.conversations import render_conversation, render_prompt
 from vcore_ds.data.messages import Malformed
-from vcore_ds.data.prepare.curation import PrepareRequest
-from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.rows import read_chat_row
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Temperature of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "unit": {"type": "string", "enum": ["C", "F"]}},
-                "required": ["city"],
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}},
-]
+NOW = {"name": "now", "description": "The time.", "parameters": {"type": "object"}}
+TOOLS = [*WEATHER, {"type": "function", "function": NOW}]
 ASK = {"role": "user", "content": "How warm is Paris?"}
 FINAL = {"role": "assistant", "content": "It has 18 degrees."}
 
@@ -49,19 +35,16 @@ def make_result(text: str = "18") -> dict[str, Any]:
     return {"role": "tool", "content": text}
 
 
+CALLED = [ASK, make_call(), make_result(), FINAL]
+TWICE = [ASK, make_call(tool_calls=make_call()["tool_calls"] * 2), make_result(), FINAL]
+
+
 def tokenize_row(template: str, row: dict[str, Any], supervise: Any = "all") -> TokenizedSequence:
-    chat = read_chat_row(row)
-    conversation = Conversation(1, chat.messages, "rows.jsonl", chat.tools, chat.context_turns)
-    (sequence,) = tokenize_rendered(
-        [render_conversation(conversation, make_template_tokenizer(template), supervise)],
-        make_template_tokenizer(template),
-    )
-    return sequence
+    tokenizer, row = make_template_tokenizer(template), copy.deepcopy(row)
+    return tokenize_rendered([render_conversation(read_chat_row(row), tokenizer, supervise)], tokenizer)[0]
 
 
-def compute_reference_ids(
-    template: str, messages: list[dict[str, Any]], tools: Any = TOOLS, **options: Any
-) -> list[int]:
+def compute_reference_ids(template: str, messages: list[dict], tools: Any = TOOLS, **options: Any) -> list[int]:
     """Token ids by transformers alone; of gpt-oss's, which prints today's date, with ours."""
     tokenizer = make_template_tokenizer(template)
     if template == "gpt_oss":
@@ -83,7 +66,7 @@ THOUGHT = {"reasoning_content": "Look it up."}
 
 # template, messages, the assistant's turns as the model generates them.
 RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
-    "qwen3": ("qwen3", [ASK, make_call(), make_result(), FINAL], [QWEN3_CALL, EMPTY + QWEN3_FINAL]),
+    "qwen3": ("qwen3", CALLED, [QWEN3_CALL, EMPTY + QWEN3_FINAL]),
     "qwen3, two steps": (
         "qwen3",
         [SYSTEM, ASK, make_call(), make_result(), make_call("now", {}), make_result("12:00"), FINAL],
@@ -105,7 +88,7 @@ RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
         [ASK, make_call(), make_result(), FINAL, ASK, make_call(), make_result(), FINAL],
         [QWEN3_CALL, QWEN3_FINAL, QWEN3_CALL, EMPTY + QWEN3_FINAL],
     ),
-    "llama3_1": ("llama3_1", [ASK, make_call(), make_result(), FINAL], [LLAMA_CALL, LLAMA_FINAL]),
+    "llama3_1": ("llama3_1", CALLED, [LLAMA_CALL, LLAMA_FINAL]),
     "llama3_1, a call at the end": ("llama3_1", [SYSTEM, ASK, make_call()], [LLAMA_CALL]),
     "llama3_1, a second question": (
         "llama3_1",
@@ -130,7 +113,7 @@ RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
 def test_tools_and_calls_are_rendered_as_by_transformers_and_calls_are_supervised(
     template: str, messages: list[dict[str, Any]], turns: list[str]
 ) -> None:
-    sequence = tokenize_row(template, {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    sequence = tokenize_row(template, {"messages": messages, "tools": TOOLS})
     assert sequence.input_ids.tolist() == compute_reference_ids(template, messages)
     assert decode_supervised_spans(template, sequence) == turns
     # Each is predicted from the prompt that the model is given at inference.
@@ -145,7 +128,7 @@ def test_tools_and_calls_are_rendered_as_by_transformers_and_calls_are_supervise
 def test_thinking_before_a_call_of_gpt_oss_is_context_of_its_answer_as_at_inference() -> None:
     """Its template drops such thinking once an answer follows, but not from the prompt of this answer."""
     messages = [ASK, make_call(thinking="Look it up."), make_result(), FINAL]
-    sequence = tokenize_row("gpt_oss", {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    sequence = tokenize_row("gpt_oss", {"messages": messages, "tools": TOOLS})
     prompt = compute_reference_ids("gpt_oss", messages[:-1], add_generation_prompt=True)
     assert sequence.input_ids[: len(prompt)].tolist() == prompt
     analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
@@ -168,70 +151,52 @@ def test_thinking_of_gpt_oss_without_tools_goes_to_its_channel() -> None:
 
 def test_calls_before_a_later_question_lose_their_thinking_and_are_context() -> None:
     messages = [ASK, make_call(**THOUGHT), make_result(), FINAL | THOUGHT, ASK, FINAL | THOUGHT]
-    sequence = tokenize_row("qwen3", {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    sequence = tokenize_row("qwen3", {"messages": messages, "tools": TOOLS})
     assert sequence.input_ids.tolist() == compute_reference_ids("qwen3", messages)
     assert decode_supervised_spans("qwen3", sequence) == [f"<think>\nLook it up.\n</think>\n\n{QWEN3_FINAL}"]
 
 
 FUNCTION = {"name": "weather", "arguments": '{"city":"Paris"}'}
-OTHER_FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+OPENAI_CALL = [{"id": "1", "type": "function", "function": FUNCTION}]
+OPENAI_RESULT = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "18"}]}
+OTHER_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {  # call, result, tools
     "OpenAI: arguments as text, content null": (
-        [
-            ASK,
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "type": "function", "function": FUNCTION}],
-            },
-            {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "18"}]},
-            FINAL,
-        ],
+        {"role": "assistant", "content": None, "tool_calls": OPENAI_CALL},
+        OPENAI_RESULT,
         TOOLS,
     ),
     "OpenAI's older function_call": (
-        [
-            ASK,
-            {"role": "assistant", "content": None, "function_call": FUNCTION},
-            {"role": "function", "name": "weather", "content": "18"},
-            FINAL,
-        ],
+        {"role": "assistant", "content": None, "function_call": FUNCTION},
+        {"role": "function", "name": "weather", "content": "18"},
         TOOLS,
     ),
     "no content, bare functions": (
-        [ASK, {"role": "assistant", "tool_calls": [FUNCTION]}, make_result(), FINAL],
+        {"role": "assistant", "tool_calls": [FUNCTION]},
+        make_result(),
         [tool["function"] for tool in TOOLS],
     ),
     "ms-swift: turns of calls, tools as text": (
-        [
-            ASK,
-            {"role": "tool_call", "content": json.dumps(FUNCTION)},
-            {**make_result(), "role": "tool_response"},
-            FINAL,
-        ],
+        {"role": "tool_call", "content": json.dumps(FUNCTION)},
+        {**make_result(), "role": "tool_response"},
         json.dumps(TOOLS),
     ),
 }
 
 
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "gpt_oss"])
-@pytest.mark.parametrize(("messages", "tools"), OTHER_FORMS.values(), ids=OTHER_FORMS)
-def test_forms_of_calls_and_tools_are_equivalent(template: str, messages: list[dict[str, Any]], tools: Any) -> None:
-    expected = tokenize_row(template, {"messages": [ASK, make_call(), make_result(), FINAL], "tools": TOOLS})
-    sequence = tokenize_row(template, {"messages": messages, "tools": tools})
+@pytest.mark.parametrize(("call", "result", "tools"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_forms_of_calls_and_tools_are_equivalent(template: str, call: dict, result: dict, tools: Any) -> None:
+    expected = tokenize_row(template, {"messages": CALLED, "tools": TOOLS})
+    sequence = tokenize_row(template, {"messages": [ASK, call, result, FINAL], "tools": tools})
     np.testing.assert_array_equal(sequence.input_ids, expected.input_ids)
     np.testing.assert_array_equal(sequence.supervised, expected.supervised)
 
 
 def test_calls_in_sharegpt_and_several_calls_of_a_turn_are_read() -> None:
-    turns = [
-        {"from": "human", "value": ASK["content"]},
-        {"from": "gpt", "value": "Let me see."},
-        {"from": "function_call", "value": json.dumps(FUNCTION)},
-        {"from": "function_call", "value": json.dumps({"name": "now", "arguments": {}})},
-        {"from": "observation", "value": "18"},
-        {"from": "observation", "value": "12:00"},
-        {"from": "gpt", "value": FINAL["content"]},
-    ]
+    now = json.dumps({"name": "now", "arguments": {}})
+    texts = [("human", ASK["content"]), ("gpt", "Let me see."), ("function_call", json.dumps(FUNCTION))]
+    texts += [("function_call", now), ("observation", "18"), ("observation", "12:00"), ("gpt", FINAL["content"])]
+    turns = [{"from": speaker, "value": text} for speaker, text in texts]
     turn_with_two_calls = make_call(content="Let me see.")
     turn_with_two_calls["tool_calls"].extend(make_call("now", {})["tool_calls"])
     messages = [ASK, turn_with_two_calls, make_result(), make_result("12:00"), FINAL]
@@ -241,40 +206,26 @@ def test_calls_in_sharegpt_and_several_calls_of_a_turn_are_read() -> None:
     assert first.startswith("Let me see.\n<tool_call>") and first.count("<tool_call>") == 2
 
 
+BARE = {"name": "weather", "parameters": {"type": "object"}}
 LEFT_OUT = {
-    "no calls in the template": (
-        "smollm2",
-        [ASK, make_call(), make_result(), FINAL],
-        TOOLS,
-        "the call of message 2 and `tools`",
-    ),
+    "no calls in the template": ("smollm2", CALLED, TOOLS, "the call of message 2 and `tools`"),
     "no tools in the template": ("smollm2", [ASK, FINAL], TOOLS, "leaves out `tools`"),
-    "calls alone": ("deepseek_r1_distill", [ASK, make_call(), make_result(), FINAL], None, "the call of message 2"),
+    "calls alone": ("deepseek_r1_distill", CALLED, None, "the call of message 2"),
     "text beside a call": (
         "llama3_1",
         [ASK, make_call(content="Let me see."), make_result(), FINAL],
         TOOLS,
         "the text beside the call in message 2 (assistant)",
     ),
-    "second call": (
-        "gpt_oss",
-        [ASK, make_call(tool_calls=make_call()["tool_calls"] * 2), make_result(), FINAL],
-        TOOLS,
-        "the calls of message 2",
-    ),
+    "second call": ("gpt_oss", TWICE, TOOLS, "the calls of message 2"),
     "two calls": (
         "llama3_1",
-        [ASK, make_call(tool_calls=make_call()["tool_calls"] * 2), make_result(), FINAL],
+        TWICE,
         TOOLS,
-        "refuses this conversation (roles user, assistant, tool, assistant): This model only supports single tool-c",
+        "(roles user, assistant, tool, assistant): This model only supports single",
     ),
-    "no description": (
-        "gpt_oss",
-        [ASK, make_call(), make_result(), FINAL],
-        [TOOLS[1], {"name": "weather", "parameters": {"type": "object"}}],
-        ' writes what each function does: tool 2 is an object ({"name": "weather", "parameters"',
-    ),
-    "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "tool 1 is an object"),
+    "no description": ("gpt_oss", CALLED, [TOOLS[1], BARE], "refuses this conversation"),
+    "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "refuses this conversation"),
     "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),
 }
 
@@ -283,22 +234,15 @@ LEFT_OUT = {
 def test_rows_that_a_template_cannot_render_are_refused(
     template: str, messages: list[dict[str, Any]], tools: Any, reason: str
 ) -> None:
-    with pytest.raises(UserError) as error:
-        tokenize_row(template, {"messages": copy.deepcopy(messages), "tools": tools})
-    assert str(error.value).startswith("rows.jsonl:1: the chat template of ") and reason in str(error.value)
+    with pytest.raises(Malformed) as error:
+        tokenize_row(template, {"messages": messages, "tools": tools})
+    assert str(error.value).startswith("the chat template of ") and reason in str(error.value)
 
 
+OF_WEATHER = "`arguments` of the call of weather is"
 MALFORMED = {
-    "arguments": (
-        [ASK, make_call(arguments="{city")],
-        None,
-        "message 2: `arguments` of the call of weather is no JSON",
-    ),
-    "list": (
-        [ASK, make_call(arguments=[1])],
-        None,
-        "`arguments` of the call of weather is a list ([1]), expected an object",
-    ),
+    "arguments": ([ASK, make_call(arguments="{city")], None, f"message 2: {OF_WEATHER} no JSON"),
+    "list": ([ASK, make_call(arguments=[1])], None, f"{OF_WEATHER} a list ([1]), expected an object"),
     "no name": ([ASK, make_call(name=None)], None, "message 2: a call is an object"),
     "calls of the user": ([{**make_call(), "role": "user"}, FINAL], None, "found `tool_calls` in a turn of the user"),
     "tools": ([ASK, FINAL], "weather", "`tools` is no JSON (weather)"),
@@ -309,7 +253,7 @@ MALFORMED = {
 @pytest.mark.parametrize(("messages", "tools", "reason"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_calls_and_tools_name_what_is_wrong(messages: Any, tools: Any, reason: str) -> None:
     with pytest.raises(Malformed) as malformed:
-        read_chat_row({"messages": copy.deepcopy(messages), "tools": tools})
+        read_chat_row({"messages": messages, "tools": tools})
     assert reason in malformed.value.args[0]
 
 
@@ -324,8 +268,7 @@ def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     texts = []
     for source in ("rows.parquet", "rows.jsonl"):
-        request = PrepareRequest("chat", (str(tmp_path / source),), str(tmp_path / "tokenizer"), "train")
-        prepare(request, tmp_path / f"{source}.store", say=lambda _: None)
+        prepare_rows(tmp_path / source, tmp_path / f"{source}.store", tmp_path / "tokenizer")
         store = TokenStore(tmp_path / f"{source}.store")
         texts.append([make_template_tokenizer("qwen3").decode(sequence.input_ids) for sequence in store])
     assert texts[0] == texts[1] and '{"name": "now", "arguments": {"zone": "UTC"}}' in texts[0][1]

@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
     kind, sources = arguments.kind, arguments.sources + arguments.overrides  # overrides: sources after an option
     if not sources and kind == "chat":
         raise UserError("prepare chat: found no SOURCE; expected files, folders or hub ids with conversations")
-    from vcore_ds.data.prepare.curation import HUB_IDS, SPLITS, PrepareRequest
+    from vcore_ds.data.prepare.convert import HUB_IDS, SPLITS, PrepareRequest
     from vcore_ds.data.prepare.pipeline import prepare
 
     names = "tokenizer sample seed cutoff_length overlong supervise answer_seconds statements".split()

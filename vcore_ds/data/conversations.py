@@ -1,14 +1,14 @@
 """Conversations rendered by the tokenizer's chat template, with the spans that the model generates."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.messages import TEMPLATE_FIELDS, Message, describe_value
+from vcore_ds.data.messages import TEMPLATE_FIELDS, Malformed, Message
 from vcore_ds.data.templates import ChatTemplate, find_end
 
 if TYPE_CHECKING:
@@ -34,29 +34,29 @@ _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 class Conversation:
     """One row of a data file."""
 
-    row: int  # line of a JSON-lines file or row of a parquet file, from 1
     messages: list[Message]
     """At least one of them by the assistant; see `vcore_ds.data.messages.check_messages`."""
-    path: str = ""
     tools: Sequence[dict[str, Any]] = ()  # schemas of the functions that the assistant may call
     context_turns: Sequence[int] = ()  # positions of the assistant's turns that are not learned
-    template_variables: Mapping[str, Any] = field(default_factory=dict)  # the row's, for the chat template
-
-    @property
-    def location(self) -> str:
-        """`path:row`, for error messages."""
-        return f"{self.path}:{self.row}"
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
+    shape: str = ""  # of the row; empty for math and code
+    unknown: Sequence[str] = ()  # columns of the row that were not read
+    has_null_arguments: bool = False  # which were removed
 
     @property
     def has_tools(self) -> bool:
         return bool(self.tools) or any("tool_calls" in message for message in self.messages)
+
+    @property
+    def unknown_keys(self) -> list[str]:
+        """Keys of messages that only a chat template could read."""
+        return sorted({key for message in self.messages for key in message} - TEMPLATE_FIELDS)
 
 
 @dataclass(frozen=True)
 class RenderedConversation:
     """A conversation rendered by the chat template."""
 
-    conversation: Conversation
     text: str
     spans: list[tuple[int, int] | None]
     """Characters that the model generates in each learned turn; None if it cannot be supervised."""
@@ -88,7 +88,7 @@ def render_conversation(
     conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", supervise: Supervise = "all"
 ) -> RenderedConversation:
     """Render a conversation, and its prefixes to find the characters that the model generates: thinking, answer, calls
-    and the token that ends the turn. `supervise`: `last` learns the assistant's last turn alone. Raises UserError for a
+    and the token that ends the turn. `supervise`: `last` learns the assistant's last turn alone. Raises Malformed for a
     conversation that the template refuses or does not write in full.
 
     A span is None where the full text does not begin with the rendered prompt and turn, because the template rewrites
@@ -99,19 +99,20 @@ def render_conversation(
     template = ChatTemplate.load(tokenizer, conversation.tools, conversation.template_variables)
     messages = conversation.messages
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    refused = f"{conversation.location}: the chat template of {tokenizer.name_or_path}"
+    refused = f"the chat template of {tokenizer.name_or_path}"
     try:
         check = _ContentCheck(template, conversation)
         text, start, _ = template.compose(messages, check.composition)
+        text.encode()
         spans = {turn: _find_span(turn, template, conversation, text, start) for turn in turns}
         problem = check.find_problem(text)
     except TemplateError as error:
-        if undescribed := _find_undescribed_tool(template, messages):
-            raise UserError(f"{refused} writes what each function does: {undescribed}.") from None
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"{refused} refuses this conversation (roles {roles}): {error}.") from None
+        raise Malformed(f"{refused} refuses this conversation (roles {roles}): {error}.") from None
+    except UnicodeEncodeError as error:
+        raise Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
     if problem:
-        raise UserError(
+        raise Malformed(
             f"{refused} {problem}: the model would learn from another text than the row's. Take a model whose template "
             "renders it, or remove it from the row."
         )
@@ -126,24 +127,9 @@ def render_conversation(
     ]
     spans = {turn: None if turn in check.lost_thinking else spans[turn] for turn in learned}
     text, spans = _add_ends(template, messages, text, spans)
-    notices = _find_notices(template, messages, text, spans)
-    return RenderedConversation(
-        conversation, text, list(spans.values()), notices, _find_ignored(messages, check.is_ignored)
-    )
-
-
-def _find_undescribed_tool(template: ChatTemplate, messages: list[Message]) -> str:
-    """What was found and expected of a function without the description that the template cannot do without; empty if
-    the template refuses the conversation for another reason."""
-    functions = [tool["function"] for tool in template.tools]
-    lacking = [i for i, function in enumerate(functions) if not isinstance(function.get("description"), str)]
-    described = [{"type": "function", "function": {**function, "description": "x"}} for function in functions]
-    try:
-        replace(template, tools=described).render(messages)
-    except TemplateError:
-        return ""
-    found = "".join(f"tool {i + 1} is {describe_value(functions[i])}" for i in lacking[:1])
-    return f"{found}, expected a function schema with a `description`" if found else ""
+    unknown = conversation.unknown_keys
+    ignored = unknown if not unknown or check.is_ignored(unknown) else [k for k in unknown if check.is_ignored([k])]
+    return RenderedConversation(text, list(spans.values()), _find_notices(template, messages, text, spans), ignored)
 
 
 def _find_span(
@@ -244,28 +230,20 @@ class _ContentCheck:
     def find_problem(self, text: str) -> str:
         """Say what the text lacks, repeats or changes; empty for nothing. Thinking may be left out of earlier turns,
         which are then context."""
-        is_last = {self._marked[-1].get("reasoning_content")}
-        earlier = {message.get("reasoning_content") for message in self._marked} - is_last
+        earlier = {message.get("reasoning_content") for message in self._marked[:-1]}
         missing = [what for word, (_, what) in self._words.items() if word not in self._text and word not in earlier]
-        missing += self._find_missing_context(text)
-        missing += self._find_missing_calls() if self._conversation.has_tools else []
+        if self._conversation.has_tools:
+            missing += self._find_missing_calls()
+        else:
+            squeezed, messages = _squeeze(text), enumerate(self._conversation.messages, start=1)
+            others = [(i, message) for i, message in messages if message["role"] != "assistant"]
+            missing += [f"message {i} ({m['role']})" for i, m in others if _squeeze(m["content"]) not in squeezed]
         if missing:
             return f"leaves out {' and '.join(dict.fromkeys(missing))}"
         repeated = [what for word, (_, what) in self._words.items() if self._text.count(word) > 1]
         if repeated:
             return f"repeats {' and '.join(repeated)}"
         return self._find_changed(text)
-
-    def _find_missing_context(self, text: str) -> list[str]:
-        """Describe the messages of other roles that the text lacks."""
-        text = _squeeze(text)
-        return [
-            f"message {i} ({message['role']})"
-            for i, message in enumerate(self._conversation.messages, start=1)
-            if message["role"] != "assistant"
-            and not self._conversation.has_tools
-            and _squeeze(message["content"]) not in text
-        ]
 
     def _find_changed(self, text: str) -> str:
         """Compare the text with the one of words, after exchanging these for their texts, up to white space."""
@@ -288,16 +266,17 @@ class _ContentCheck:
             words[word] = what
             return word
 
+        def mark_call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
+            name, argument = make_word(what), make_word(what)
+            return {**call, "function": {**call["function"], "name": name, "arguments": {argument: argument}}}
+
         marked = [dict(message) for message in self._marked]
         for i, message in enumerate(marked, start=1):
             if message["role"] != "assistant" and message["content"].strip():
                 message["content"] = make_word(f"message {i} ({message['role']})")
-            calls = message.get("tool_calls", [])
-            what = f"the call{'s' if len(calls) > 1 else ''} of message {i}"
-            for j, call in enumerate(calls):
-                name, argument = make_word(what), make_word(what)
-                exchanged = {**call, "function": {**call["function"], "name": name, "arguments": {argument: argument}}}
-                message["tool_calls"] = [*message["tool_calls"][:j], exchanged, *message["tool_calls"][j + 1 :]]
+            if calls := message.get("tool_calls"):
+                what = f"the call{'s' if len(calls) > 1 else ''} of message {i}"
+                message["tool_calls"] = [mark_call(call, what) for call in calls]
         tools = self._conversation.tools
         tools = [{**tool, "function": {**tool["function"], "name": make_word("`tools`")}} for tool in tools]
         text = replace(self._template, tools=tools).compose(marked, self.composition).text
@@ -315,9 +294,3 @@ class _ContentCheck:
 def _squeeze(text: str) -> str:
     """Remove white space, which templates trim and add around texts."""
     return "".join(text.split())
-
-
-def _find_ignored(messages: list[Message], is_ignored: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return the keys of messages that make no difference to the text."""
-    unknown = sorted({key for message in messages for key in message} - TEMPLATE_FIELDS)
-    return unknown if unknown and is_ignored(unknown) else [key for key in unknown if is_ignored([key])]

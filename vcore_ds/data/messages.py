@@ -20,21 +20,11 @@ CALL = "tool_call"
 """Role of a turn whose text is a call (or a list of calls) as JSON; it becomes `tool_calls` of the assistant."""
 
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "assistant"), "assistant"),
     "system": "system",
-    "function_call": CALL,
-    "tool_call": CALL,
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("function_call", "tool_call"), CALL),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response"), "tool"),
 }
 """Names of speakers in data sets, in lower case -> role for the chat template."""
 
@@ -45,7 +35,6 @@ _OPENING, _CLOSING = "<think>", "</think>"
 _TAGGED = re.compile(r"\A\s*<think>\n*(.*?)\n*</think>\s*\Z", re.DOTALL)
 WEIGHTS = frozenset({"weight", "loss", "train"})
 """Keys of OpenAI, ms-swift and Axolotl that say whether a message is learned."""
-
 
 UNCLOSED_THINKING = "unclosed thinking (cut off)"
 EMPTY_ANSWER = "empty answer"
@@ -130,21 +119,12 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     return checked
 
 
-_ARGUMENTS = frozenset(
-    "add_generation_prompt chat_template continue_final_message conversation date_string documents max_length messages "
-    "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
-)
-"""Arguments of `apply_chat_template` that are no variables of a template, or that we set."""
-
-
 def check_template_variables(variables: Any) -> dict[str, Any]:
     """Return the variables that a row's `chat_template_kwargs`, an object or its JSON text, give to the chat template.
     Raises Malformed."""
     variables = _parse_json(variables, "`chat_template_kwargs`") if isinstance(variables, str) else variables or {}
     if not isinstance(variables, dict):
         raise Malformed(f"`chat_template_kwargs` is {describe_value(variables)}, expected an object.")
-    if reserved := sorted(_ARGUMENTS & variables.keys()):
-        raise Malformed(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable that a row may set.")
     return {name: value for name, value in variables.items() if value is not None}
 
 
@@ -156,10 +136,11 @@ def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
     for name, alias in (("role", "from"), ("content", "value")):
         if name not in message and alias in message:
             message[name] = message.pop(alias)
-    if "role" not in message:
-        raise Malformed(f"{where} has no `role`, found {', '.join(message) or 'no key at all'}.")
-    if not isinstance(message["role"], str):
-        raise Malformed(f"{where}: `role` is {describe_value(message['role'])}, expected a string.")
+    if not isinstance(message.get("role"), str):
+        found = (
+            describe_value(message["role"]) if "role" in message else f"missing among {', '.join(message) or 'no key'}"
+        )
+        raise Malformed(f"{where}: `role` is {found}, expected a string.")
     role = message["role"] = SPEAKERS.get(message["role"].lower(), message["role"])
     is_learned = _read_weight(message, where)
     if role == CALL:
@@ -177,12 +158,10 @@ def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
     if "content" not in message:
         raise Malformed(f"{where} has no `content`, found {', '.join(message)}.")
     message["content"] = _join_parts(message["content"])
-    if isinstance(message["content"], list):
-        kinds = [part.get("type") for part in message["content"] if isinstance(part, dict)]
-        if others := [kind for kind in kinds if isinstance(kind, str) and kind != "text"]:
-            raise Malformed(f"{where}: `content` has a part of type {others[0]:.60}, expected parts of type text.")
     if not isinstance(message["content"], str):
-        raise Malformed(f"{where}: `content` is {describe_value(message['content'])}, expected a string.")
+        raise Malformed(
+            f"{where}: `content` is {describe_value(message['content'])}, expected a string or parts of text."
+        )
     return message, is_learned
 
 

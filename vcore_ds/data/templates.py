@@ -1,5 +1,6 @@
 """Chat templates: prompts, the form in which a template reads thinking, and the ends of turns."""
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,11 @@ class ChatTemplate:
     def render_raw(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """Render messages whose thinking is where the template reads it."""
         switches = dict.fromkeys(_SWITCHES, self.asks_for_thinking)
+        arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters if self.variables else {}
+        if reserved := sorted(arguments.keys() & self.variables.keys()):
+            raise TemplateRuntimeError(
+                f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable of a template"
+            )
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,

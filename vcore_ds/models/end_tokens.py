@@ -8,9 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, render_conversation
-from vcore_ds.data.messages import Message
+from vcore_ds.data.messages import Malformed, Message
 from vcore_ds.data.templates import find_end
 from vcore_ds.models.description import find_file
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
@@ -27,8 +26,8 @@ def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for turn in _TURNS if tokenizer.chat_template else ():
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", **turn}]
         try:
-            rendered = render_conversation(Conversation(1, messages, tools=[_TOOL] * ("tool_calls" in turn)), tokenizer)
-        except UserError:  # the template knows no calls
+            rendered = render_conversation(Conversation(messages, [_TOOL] * ("tool_calls" in turn)), tokenizer)
+        except Malformed:  # the template knows no calls
             continue
         ends += [find_end(tokenizer, rendered.text[slice(*span)]) for span in rendered.spans if span is not None]
     ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(ends) if token]

@@ -11,6 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
+from vcore_ds.data.messages import Malformed
 from vcore_ds.data.prepare.rows import read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store import MANIFEST, TokenStore
@@ -78,8 +79,7 @@ def _read_conversations(path: str, columns: Mapping[str, str]) -> tuple[list[Con
     for file in files[:_MAX_ROWS]:
         rows = list(islice(read_chat_rows(file, columns), max_rows + 1))
         is_all = is_all and len(rows) <= max_rows
-        for chat in rows[:max_rows]:
-            conversations.append(Conversation(len(conversations) + 1, chat.messages, **chat.options))
+        conversations += rows[:max_rows]
     return conversations, is_all and len(files) <= _MAX_ROWS
 
 
@@ -102,6 +102,6 @@ def find_tokenizer(
 def _count_tokens(conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     rendered = []
     for conversation in conversations:
-        with suppress(UserError):  # refused by the template; the run reports it
+        with suppress(Malformed):  # refused by the template; the run reports it
             rendered.append(render_conversation(conversation, tokenizer))
     return [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []

@@ -1,31 +1,38 @@
-"""Conversion of raw rows to sequences: rules, chat template, tokenizer."""
+"""Requests of `vcore-ds prepare`, and the conversion of raw rows to sequences: rules, chat template, tokenizer."""
 
 import hashlib
 import json
 import os
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import AnswerChecker
-from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, render_conversation
-from vcore_ds.data.messages import Dropped, Malformed, Message
-from vcore_ds.data.prepare import curation
-from vcore_ds.data.prepare.curation import PrepareRequest
-from vcore_ds.data.prepare.rows import MESSAGE_FIELD, ChatRow, read_chat_row
-from vcore_ds.data.prepare.sources import Broken, RawFile
-from vcore_ds.data.store import IN_ANSWER, SUPERVISED
+from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
+from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, Supervise, render_conversation
+from vcore_ds.data.messages import Dropped, Malformed
+from vcore_ds.data.prepare.rows import convert_code_row, convert_math_row, read_chat_row
+from vcore_ds.data.prepare.sources import Broken, RawFile, describe_source
+from vcore_ds.data.store import IN_ANSWER, SUPERVISED, describe_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
 if TYPE_CHECKING:
     from datasets import Features
     from pyarrow import Table
     from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["math", "code", "chat"]
+
+SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
+HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
+
+_ROWS_VERSION = 3
+"""How rows are read. 1 dropped `tools`, calls, and the weights of messages; 2 left thinking in the text, dropped
+thinking columns and `chat_template_kwargs`, and did not learn every end of a turn; both drew other samples."""
 
 KEPT, MALFORMED = "kept", "malformed"
 
@@ -43,7 +50,42 @@ _MAX_REASON = 1_000  # characters of a reason; reasons quote the row, which can 
 _MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
 """Ignored fields of a row that are counted by name, and the characters of a name."""
 _NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.uint8)
-_UNLESS = " (unless the chat template reads it)"
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """Everything that determines the bytes of the store."""
+
+    kind: Kind
+    sources: tuple[str, ...]  # files, folders, patterns, or ids on the hub
+    tokenizer: str  # folder or hub id of the model to train
+    split: str  # split of data sets on the hub
+    sample: int | None = None  # sequences to keep, chosen at random; None for all
+    seed: int = 42
+    cutoff_length: int = 16384  # tokens; longer sequences are dropped or truncated
+    overlong: Literal["drop", "truncate"] = "drop"
+    supervise: Supervise = "all"  # turns of the assistant that are learned, of chat data
+    columns: Mapping[str, str] = field(default_factory=dict)  # of chat data: our name of a column -> the rows' name
+    answer_seconds: int = 5  # CPU seconds for comparing one answer
+    statements: str | None = None
+    """folder with the problem statements that OpenCodeReasoning-2 refers to; None for the hub"""
+
+    def describe_origin(self, files: Sequence[RawFile], tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+        """Make the manifest's entries on a store's origin; equal origins give equal contents."""
+        apart = ("kind", "sources", "tokenizer", "seed")
+        filters = {key: value for key, value in asdict(self).items() if key not in apart}
+        filters["rows_version"] = _ROWS_VERSION
+        if self.kind == "math":
+            filters |= {"prompt": math_prompt("{ORIGINAL QUESTION}"), "math_verify": version("math-verify")}
+        if self.kind == "code":
+            filters["prompt"] = code_prompt("{ORIGINAL QUESTION}")
+        return {
+            "kind": self.kind,
+            "source": describe_source(files),
+            "tokenizer": describe_tokenizer(tokenizer),
+            "filters": filters,
+            "seed": self.seed,
+        }
 
 
 @dataclass
@@ -98,73 +140,59 @@ def examine_row(
 ) -> RenderedConversation | None:
     """Read a row by the rules of its kind, render it, and record in `result` what is found. Returns None for a row that
     is malformed or left out, and without a tokenizer."""
+    item = None
     try:
-        chat = _read_row(row, request, file)
-        result.shape = chat.shape
-        item = None if tokenizer is None else _render(result.number, chat, request, file, tokenizer)
+        conversation = _read_row(row, request, file)
+        result.shape = conversation.shape
+        if tokenizer is not None:
+            item = render_conversation(_shorten(conversation, request), tokenizer, request.supervise)
     except Dropped as rule:
         result.outcome = str(rule)
         return None
     except Malformed as fault:
         result.outcome, result.reason = MALFORMED, str(fault)[:_MAX_REASON]
         return None
-    fields, note = chat.unknown_fields, _UNLESS
-    if item is not None:
-        fields, note = [f"{MESSAGE_FIELD}{key}" for key in item.ignored], ""
-    names = [(name, "") for name in chat.unknown] + [(name, note) for name in fields]
-    result.ignored = [f"`{name[:_MAX_NAME_CHARACTERS]}`{note}" for name, note in names[:_MAX_IGNORED]]
-    content = json.dumps([chat.messages, chat.tools, chat.context_turns], sort_keys=True, default=repr).encode()
-    result.digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-    result.context_turns = len(chat.context_turns)
-    result.noticed = {**(item.notices if item else {}), "null_arguments": int(chat.has_null_arguments)}
+    ignored = [*conversation.unknown, *(f"messages.{key}" for key in (item.ignored if item else ()))]
+    result.ignored = [f"`{name[:_MAX_NAME_CHARACTERS]}`" for name in ignored[:_MAX_IGNORED]]
+    content = [conversation.messages, conversation.tools, conversation.context_turns]
+    text = json.dumps(content, sort_keys=True, default=repr).encode()
+    result.digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    result.context_turns = len(conversation.context_turns)
+    result.noticed = {**(item.notices if item else {}), "null_arguments": int(conversation.has_null_arguments)}
     return item
 
 
-def _read_row(row: Any, request: PrepareRequest, file: RawFile) -> ChatRow:
+def _read_row(row: Any, request: PrepareRequest, file: RawFile) -> Conversation:
     if isinstance(row, Broken):
         raise Malformed(row.reason)
     if request.kind == "math":
-        return ChatRow("", curation.convert_math_row(row, open_checker(request.answer_seconds, os.getpid()).check))
+        return convert_math_row(row, open_checker(request.answer_seconds, os.getpid()).check)
     if request.kind == "code":
-        return ChatRow("", curation.convert_code_row(row, partial(curation.find_statement, request.statements)))
+        return convert_code_row(row, request.statements)
     return read_chat_row(row, from_table=file.is_table, columns=request.columns)
 
 
-def _render(
-    number: int, chat: ChatRow, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase"
-) -> RenderedConversation:
-    conversation = Conversation(number + 1, _shorten(chat.messages, request), file.name, **chat.options)
-    try:
-        item = render_conversation(conversation, tokenizer, request.supervise)
-        item.text.encode()
-    except UserError as error:
-        raise Malformed(str(error).removeprefix(f"{conversation.location}: ")) from None
-    except UnicodeEncodeError as error:
-        raise Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
-    return item
-
-
-def _shorten(messages: list[Message], request: PrepareRequest) -> list[Message]:
+def _shorten(conversation: Conversation, request: PrepareRequest) -> Conversation:
     """Drop or cut a text that is far beyond the cutoff: its tokens would take hundreds of times its size in memory."""
     limit = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * request.cutoff_length)
-    names = ("content", "reasoning_content")
+    messages, names = conversation.messages, ("content", "reasoning_content")
     if sum(len(message.get(name, "")) for message in messages for name in names) <= limit:
-        return messages
+        return conversation
     if request.overlong == "drop":
         raise Dropped(f"longer than {limit:,} characters")
-    return [message | {name: message[name][:limit] for name in names if name in message} for message in messages]
+    cut = [message | {name: message[name][:limit] for name in names if name in message} for message in messages]
+    return replace(conversation, messages=cut)
 
 
 def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest) -> tuple[np.ndarray, np.ndarray]:
     """Decide whether a sequence is kept; return its tokens and their marks, or nothing."""
     cutoff, result.num_tokens = request.cutoff_length, len(sequence)
-    is_overlong = len(sequence) > cutoff
+    is_overlong, has_target = len(sequence) > cutoff, sequence.supervised[:cutoff].any()
     if not sequence.supervised.any():
         result.outcome = "no turn to learn"
     elif is_overlong and request.overlong == "drop":
-        is_prompt = not sequence.supervised[:cutoff].any()
-        result.outcome = "prompt alone longer than the cutoff" if is_prompt else f"longer than {cutoff:,} tokens"
-    elif not sequence.supervised[:cutoff].any():
+        result.outcome = f"longer than {cutoff:,} tokens" if has_target else "prompt alone longer than the cutoff"
+    elif not has_target:
         prompt_length = int(np.flatnonzero(sequence.supervised)[0])
         result.outcome = MALFORMED
         result.reason = f"the prompt alone has {prompt_length:,} tokens, expected fewer than the cutoff, {cutoff:,}"

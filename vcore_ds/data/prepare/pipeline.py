@@ -1,9 +1,9 @@
 """`vcore-ds prepare`: raw rows to a token store, file by file and in rounds, by `map` of `datasets`.
 
-    OUTPUT.unfinished/request.json            the request; another one is refused
-    OUTPUT.unfinished/rows.arrow              the rows of the file that is being converted
-    OUTPUT.unfinished/results/FILE/*.arrow    results of its rows, by round and process; no row is converted twice
-    OUTPUT.unfinished/files.json              of each finished file the number of rows, and of rows and blank lines
+    OUTPUT.unfinished/request.json        the request; another one is refused
+    OUTPUT.unfinished/rows.arrow          the rows of the file that is being converted
+    OUTPUT.unfinished/results/*.arrow     results of rows, by file, round and process; no row is converted twice
+    OUTPUT.unfinished/files.json          of each finished file the number of rows, and of rows and blank lines
 
 The store does not depend on the number of processes or on interruptions: a sample consists of the rows with the
 smallest keys that pass all rules, and a key is a hash of the seed and the row's position.
@@ -19,11 +19,9 @@ import pickle
 import shutil
 import signal
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -32,16 +30,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_work
+from vcore_ds.common.locks import describe_differences, discard_parts, resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_json, write_text
 from vcore_ds.common.text import Progress
 from vcore_ds.common.version import __version__
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import convert
-from vcore_ds.data.prepare.curation import PrepareRequest, check_finished, describe_origin
+from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.report import PrepareReport
 from vcore_ds.data.prepare.sources import RawFile, find_files
-from vcore_ds.data.store import IN_ANSWER, SUPERVISED, write_store
+from vcore_ds.data.store import IN_ANSWER, MANIFEST, SUPERVISED, read_manifest, write_store
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
 if TYPE_CHECKING:
@@ -53,54 +51,44 @@ _WRITTEN_ROWS = 1024  # to rows.arrow at once
 _MIN_ROWS = 128  # of a process, which takes as long to start
 
 
-@dataclass(frozen=True)
-class Round:
-    """Rows of a file that are converted together."""
+def convert_rows(
+    request: PrepareRequest, file: RawFile, rows: Path, numbers: np.ndarray, results: Path, largest: int, processes: int
+) -> None:
+    """Convert the rows `numbers` of a file, of which `rows` has all; `largest`: bytes of a row. Several processes write
+    their results to files of their own, with a suffix after the stem of `results`."""
+    from datasets import Dataset, disable_progress_bars
 
-    request: PrepareRequest
-    file: RawFile
-    rows: Path  # all rows of the file
-    numbers: np.ndarray  # of those that are converted
-    results: Path  # with a suffix for each of several processes
-    batch_size: int
-    processes: int
-
-    def convert(self) -> None:
-        """Write the results."""
-        from datasets import Dataset, disable_progress_bars
-
-        disable_progress_bars()
-        convert.open_tokenizer(self.request.tokenizer)  # once, before the processes are forked
-        rows = Dataset.from_file(str(self.rows)).with_format("arrow")
-        try:
-            rows.select(self.numbers).map(
-                convert.convert_batch,
-                with_indices=True,
-                fn_kwargs={"request": self.request, "file": self.file, "numbers": self.numbers},
-                batched=True,
-                batch_size=self.batch_size,
-                remove_columns=["row"],
-                features=convert.make_features(),
-                num_proc=self.processes if self.processes > 1 else None,
-                cache_file_name=str(self.results),
-                new_fingerprint=self.results.stem,
-            )
-        except ValueError as error:  # `map` closes a file again that a full disk has closed
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+    disable_progress_bars()
+    convert.open_tokenizer(request.tokenizer)  # once, before the processes are forked
+    try:
+        Dataset.from_file(str(rows)).with_format("arrow").select(numbers).map(
+            convert.convert_batch,
+            with_indices=True,
+            fn_kwargs={"request": request, "file": file, "numbers": numbers},
+            batched=True,
+            batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // largest)),
+            remove_columns=["row"],
+            features=convert.make_features(),
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(results),
+            new_fingerprint=results.stem,
+        )
+    except ValueError as error:  # `map` closes a file again that a full disk has closed
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 @contextmanager
-def open_process(processes: int) -> Iterator[Callable[[Round], None]]:
-    """A context that yields a function to convert a round: in this process, or for several in a new one, because `map`
-    forks, and a run that prepares data has the threads of its process group."""
+def open_process(processes: int) -> Iterator[Callable[..., None]]:
+    """A context that yields `convert_rows` in this process, or for several in a new one, because `map` forks, and a run
+    that prepares data has the threads of its process group."""
     if processes == 1:
-        yield Round.convert
+        yield convert_rows
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_begin_process, initargs=(os.getpid(),)) as executor:
-        yield lambda part: executor.submit(Round.convert, part).result()
+        yield lambda *arguments: executor.submit(convert_rows, *arguments).result()
 
 
 def _begin_process(parent: int) -> None:
@@ -141,7 +129,6 @@ class Conversion:
 
     def __init__(self, request: PrepareRequest, files: Sequence[RawFile], folder: Path) -> None:
         self.request, self.files, self.folder = request, files, folder
-        self.rows = folder / "rows.arrow"
         self.counts: list[tuple[int, int]] = []
         """of each finished file, the number of rows, and of rows and blank lines"""
         self._num_examined = self._num_kept = 0
@@ -160,51 +147,50 @@ class Conversion:
 
     def run(self, processes: int, say: Callable[[str], None]) -> None:
         """Convert the rows that have no result yet."""
-        finished = self.folder / "files.json"
+        finished, rows = self.folder / "files.json", self.folder / "rows.arrow"
         if finished.exists():
-            self.counts = [(rows, lines) for rows, lines in json.loads(finished.read_text(encoding="utf-8"))]
+            self.counts = [tuple(counts) for counts in json.loads(finished.read_text(encoding="utf-8"))]
         for i in range(len(self.files)):
-            self._learn(i, self._map_results(i))
+            self._learn(i, self._map_results(f"{i:05d}-"))
         if self._num_examined:
             say(f"{self._num_examined:,} rows were converted before")
-        progress = Progress("Preparing", len(self.files), done=len(self.counts), say=say)
         try:
-            with progress, open_process(processes) as convert_round:
+            with (
+                Progress("Preparing", len(self.files), done=len(self.counts), say=say) as progress,
+                open_process(processes) as convert_here,
+            ):
                 for i in range(len(self.counts), len(self.files)):
                     left = 1.0
-                    for share in self._convert_file(i, processes, convert_round):
+                    for share in self._convert_file(i, rows, processes, convert_here):
                         progress.advance(share)
                         left -= share
                     progress.advance(left)
                     write_json(finished, self.counts)
         finally:
-            self.rows.unlink(missing_ok=True)  # on a full disk it takes the room that is missing
+            rows.unlink(missing_ok=True)  # on a full disk it takes the room that is missing
 
-    def _convert_file(self, i: int, processes: int, convert_round: Callable[[Round], None]) -> Iterator[float]:
+    def _convert_file(self, i: int, rows: Path, processes: int, convert_here: Callable[..., None]) -> Iterator[float]:
         """Convert a file in rounds, and yield the share of its rows in each."""
-        sizes = write_rows(self.rows, self.files[i].encoded_rows())
+        sizes = write_rows(rows, self.files[i].encoded_rows())
         num_rows = int((sizes > 0).sum())
-        sizes[self._map_results(i)["number"].to_numpy()] = 0  # they have results
+        prefix = f"{i:05d}-"
+        sizes[self._map_results(prefix)["number"].to_numpy()] = 0  # they have results
         left = np.flatnonzero(sizes)
         keys = self._make_keys(i, left)
         order = np.argsort(keys, stable=True)
         left, keys = left[order], keys[order]
         while len(left := left[: np.searchsorted(keys, self.largest_key, side="right")]):
-            size = self._choose_size(processes)
+            size = processes * _ROUND_ROWS
+            if missing := max(0, (self.request.sample or 0) - len(self._best_keys)):
+                # As many as the sample lacks, by the share of rows that have passed.
+                size = min(size, missing * (self._num_examined + 1) // (self._num_kept + 1) + _BATCH_ROWS)
             numbers, left, keys = np.sort(left[:size]), left[size:], keys[size:]
-            part = Round(
-                self.request,
-                self.files[i],
-                self.rows,
-                numbers,
-                results=self._results_folder(i) / f"{len(self._find_results(i)):07d}.arrow",
-                batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // int(sizes[numbers].max()))),
-                processes=min(processes, 1 + len(numbers) // _MIN_ROWS),
-            )
-            convert_round(part)
-            for path in self._find_results(i, part.results.stem):
+            name = f"{prefix}{len(self._find_results(prefix)):07d}"
+            results, used = self.folder / "results" / f"{name}.arrow", min(processes, 1 + len(numbers) // _MIN_ROWS)
+            convert_here(self.request, self.files[i], rows, numbers, results, int(sizes[numbers].max()), used)
+            for path in self._find_results(name):
                 flush(path)
-            self._learn(i, self._map_results(i, part.results.stem))
+            self._learn(i, self._map_results(name))
             yield len(numbers) / num_rows
         self.counts.append((num_rows, len(sizes)))
 
@@ -214,24 +200,13 @@ class Conversion:
             return np.zeros(len(numbers), np.uint64)
         return np.array([make_sample_key(self.request.seed, i + 1, n) for n in numbers.tolist()], np.uint64)
 
-    def _choose_size(self, processes: int) -> int:
-        """Choose the rows of a round; of a sample as many as are missing, by the share of rows that have passed."""
-        missing = (self.request.sample or 0) - len(self._best_keys)
-        if missing <= 0:
-            return processes * _ROUND_ROWS
-        expected = missing * (self._num_examined + 1) // (self._num_kept + 1) + _BATCH_ROWS
-        return min(expected, processes * _ROUND_ROWS)
+    def _find_results(self, beginning: str) -> list[Path]:
+        return sorted((self.folder / "results").glob(f"{beginning}*.arrow"))
 
-    def _results_folder(self, i: int) -> Path:
-        return self.folder / "results" / f"{i:05d}"
-
-    def _find_results(self, i: int, beginning: str = "") -> list[Path]:
-        return sorted(self._results_folder(i).glob(f"{beginning}*.arrow"))
-
-    def _map_results(self, i: int, beginning: str = "") -> "Table":
+    def _map_results(self, beginning: str) -> "Table":
         import pyarrow as pa
 
-        maps = [pa.memory_map(str(path)) for path in self._find_results(i, beginning)]
+        maps = [pa.memory_map(str(path)) for path in self._find_results(beginning)]
         nothing = convert.make_features().arrow_schema.empty_table()
         return pa.concat_tables([nothing, *(pa.ipc.open_stream(opened).read_all() for opened in maps)])
 
@@ -248,7 +223,7 @@ class Conversion:
     def _results(self) -> Iterator[tuple[int, "Table", int]]:
         """Yield file, results and place there, of each row that the sample is drawn from, in the order of the rows."""
         for i in range(len(self.files)):
-            results = self._map_results(i)
+            results = self._map_results(f"{i:05d}-")
             numbers = results["number"].to_numpy()
             order = np.argsort(numbers)
             for place in order[self._make_keys(i, numbers[order]) <= self.largest_key].tolist():
@@ -256,8 +231,7 @@ class Conversion:
 
     def report(self) -> PrepareReport:
         """Count the outcomes of all rows."""
-        request, num_rows = self.request, sum(num_rows for num_rows, _ in self.counts)
-        report = PrepareReport(request.kind, request.sample, request.cutoff_length, num_rows)
+        report = PrepareReport(self.request, sum(num_rows for num_rows, _ in self.counts))
         for i, results, place in self._results():
             report.count(pickle.loads(results["result"][place].as_py()), self.files[i].name)
         return report
@@ -280,7 +254,7 @@ def make_sample_key(seed: int, file_number: int, number: int) -> int:
 
 def prepare(
     request: PrepareRequest,
-    output: str | Path,
+    output: Path,
     *,
     processes: int = 1,
     max_malformed: float = 0.01,
@@ -293,22 +267,16 @@ def prepare(
     (None for `say`) with the final table. Raises UserError if the request or the data cannot be used, or another
     process is making `output`, and OSError if it cannot be written; results are kept, unless the same request can never
     succeed."""
-    output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
     if request.kind == "math" and importlib.util.find_spec("math_verify") is None:
         raise UserError("prepare math: found no math-verify; expected the extra `math`: pip install 'vcore_ds[math]'")
     files = find_files(request.sources, request.split)
-    origin = describe_origin(request, files, tokenizer)
+    origin = request.describe_origin(files, tokenizer)
     if output.exists():
-        check_finished(output, origin)
+        _check_finished(output, origin)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    for source, number in Counter(file.name for file in files).items():
-        if number > 1:
-            note(f"{source}: named {number} times, so each of its rows counts {number} times")
-    if "::" in str(output.resolve()):
-        raise UserError(f"--output: {output}: found :: in the path, which `datasets` takes for an address; rename it")
     check_folder(output)  # before the work: only the name with `.unfinished` may be allowed
     with unfinished_work(output, say) as folder:
         refuse_existing(output, "a new folder")  # another process may have made it since
@@ -322,7 +290,7 @@ def prepare(
         listed = folder / "malformed.txt"
         if report.faults:
             write_text(listed, report.list_faults())
-        refuse_malformed(", ".join(request.sources), report.num_malformed, report.num_drawn, max_malformed, str(listed))
+        refuse_malformed(", ".join(request.sources), report.num_malformed, report.num_drawn, max_malformed, listed)
         if not report.num_kept:
             discard_parts(folder)  # the same request would fail again, and another one cannot use them
             raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
@@ -335,14 +303,24 @@ def prepare(
         flush(output.parent)
         if report.faults:
             say(f"malformed rows: {listed.rename(output.with_name(f'{output.name}.malformed.txt'))}")
-    note(report.describe())
+    (note or say)(report.describe())
     return report
 
 
-def refuse_malformed(source: str, number: int, num_rows: int, max_malformed: float, listed: str) -> None:
+def _check_finished(output: Path, origin: dict[str, object]) -> None:
+    """Raise UserError unless `output` is a store of this origin."""
+    remedy = "name another --output, or delete it"
+    if not (output / MANIFEST).is_file():
+        raise UserError(f"{output}: is there already and is no token store; {remedy}")
+    manifest = read_manifest(output)
+    if differences := describe_differences({key: manifest.get(key) for key in origin}, origin):
+        raise UserError(f"{output}: found a store that was made otherwise; {remedy}:\n{differences}")
+
+
+def refuse_malformed(source: str, number: int, num_rows: int, max_malformed: float, listed: Path) -> None:
     """Raise UserError if the share of malformed rows is too large; `listed`: the file that names them."""
     if number > max_malformed * num_rows:
-        first = Path(listed).read_text(encoding="utf-8").partition("\n")[0]
+        first = listed.read_text(encoding="utf-8").partition("\n")[0]
         advice = ", or raise the share to leave them out" if number < num_rows else ""
         raise UserError(
             f"{source}: {number:,} of {num_rows:,} rows are malformed ({number / num_rows:.2%}), expected at most "

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.data.conversations import RenderedConversation, check_tokenizer
-from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, Result, examine_row
-from vcore_ds.data.prepare.curation import Kind, PrepareRequest
+from vcore_ds.data.conversations import check_tokenizer
+from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, PrepareRequest, Result, examine_row
 from vcore_ds.data.prepare.sources import find_files, number_rows
-from vcore_ds.data.store import MANIFEST, TokenStore, read_manifest
+from vcore_ds.data.store import MANIFEST, TokenStore, describe_counts, read_manifest
 from vcore_ds.data.templates import find_end
-from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_LISTED = 10_000  # malformed rows that are listed
 _MAX_SHOWN = 10  # fields that are named in a line
-_NUM_ROWS, _NUM_RENDERED = 1000, 200  # rows of data that `check` reads, and that it renders
-_MAX_LIST_BYTES = 64 * 2**20
-"""Size up to which `check` reads a file that is one list; larger ones take seconds."""
+_NUM_ROWS = 500  # rows of data that `check` reads, and renders in a second
 _BEGIN, _END = "⟦", "⟧"  # around learned text
 _MAX_CHARACTERS = 2_000  # of a passage that is shown; of longer ones beginning and end
-_MAX_REASONS = 20  # rows that are left out before the first that is shown
+_MAX_REASONS = 20  # rows that `--show` reads beside those that it shows
 
 PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 """Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""
@@ -38,9 +34,7 @@ PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 class PrepareReport:
     """Outcomes of all rows: `num_rows` is the sum of `num_malformed`, all `dropped` and `num_kept`."""
 
-    kind: Kind = "chat"
-    sample: int | None = None
-    cutoff_length: int = 2**63
+    request: PrepareRequest
     num_rows: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     shapes: Counter[str] = field(default_factory=Counter)
@@ -61,11 +55,11 @@ class PrepareReport:
         if result.outcome == MALFORMED:
             self.faults.append(f"{source}:{result.number + 1}: {result.reason}")
         if result.outcome == KEPT:
-            self._noticed.update({name: number for name, number in result.noticed.items() if number})
+            self._noticed.update(result.noticed)
             self._ignored.update(result.ignored)
             self._num_context_turns += result.context_turns
             self._digests.append(result.digest)
-            self._lengths.append(min(result.num_tokens, self.cutoff_length))
+            self._lengths.append(min(result.num_tokens, self.request.cutoff_length))
 
     @property
     def num_kept(self) -> int:
@@ -106,8 +100,7 @@ class PrepareReport:
 
     def list_faults(self) -> str:
         """List the malformed rows, each in a line."""
-        more = [f"and {len(self.faults) - _MAX_LISTED:,} more"] if len(self.faults) > _MAX_LISTED else []
-        return "\n".join([*dict.fromkeys(self.faults[:_MAX_LISTED]), *more]) + "\n"
+        return "\n".join(dict.fromkeys(self.faults)) + "\n"
 
     def describe_reading(self) -> list[str]:
         """Describe turns that rows exclude, and fields without effect, in a line each."""
@@ -117,7 +110,10 @@ class PrepareReport:
         if num_duplicates := len(self._digests) - len(np.unique(np.array(self._digests))):
             lines.append(f"exact duplicates: {num_duplicates:,}")
         if self._ignored:
-            lines.append(f"ignored: {list_fields(self._ignored)}")
+            ordered = sorted(self._ignored.items(), key=lambda item: (-item[1], item[0]))
+            shown = [f"{name} {number:,}" for name, number in ordered[:_MAX_SHOWN]]
+            shown += [f"{len(ordered) - _MAX_SHOWN:,} others"] if len(ordered) > _MAX_SHOWN else []
+            lines.append(f"ignored: {', '.join(shown)}")
         return lines
 
     def manifest(self) -> dict[str, Any]:
@@ -140,7 +136,7 @@ class PrepareReport:
         rows.append(("kept", f"{self.num_kept:,}"))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value:>12}" for name, value in rows]
-        if self.longest > self.cutoff_length:
+        if self.longest > self.request.cutoff_length:
             lines.append(f"The longest has {self.longest:,} tokens; --cutoff-length {self.longest} keeps all whole")
         if self.shapes:
             shapes = ", ".join(f"{shape} {number:,}" for shape, number in sorted(self.shapes.items()))
@@ -150,21 +146,13 @@ class PrepareReport:
             lines += ["", f"{'tokens per sequence':<{width}}  {'mean':>12}{'p50':>8}{'p95':>8}{'max':>8}"]
             percentiles = "".join(f"{values[name]:>8,}" for name in ("p50", "p95", "max"))
             lines.append(f"{'  this store':<{width}}  {values['mean']:>12,.2f}{percentiles}")
-            if self.kind in PAPER_MEAN_LENGTHS:
-                lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {PAPER_MEAN_LENGTHS[self.kind]:>12,.2f}")
+            if (paper := PAPER_MEAN_LENGTHS.get(self.request.kind)) is not None:
+                lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {paper:>12,.2f}")
             if self.noticed:
                 lines += ["", *(f"{number:,} {text}" for text, number in self.noticed.items())]
-            if self.sample is not None and self.num_kept < self.sample:
-                lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
+            if self.num_kept < (self.request.sample or 0):
+                lines += ["", f"Fewer than the {self.request.sample:,} that were asked for: no more rows passed."]
         return "\n".join(lines)
-
-
-def list_fields(fields: Mapping[str, int]) -> str:
-    """List fields with the number of rows that have them, the most frequent ones first."""
-    ordered = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"{name} {number:,}" for name, number in ordered[:_MAX_SHOWN]]
-    others = [f"{len(ordered) - _MAX_SHOWN:,} others"] if len(ordered) > _MAX_SHOWN else []
-    return ", ".join([*shown, *others])
 
 
 def describe_reading(
@@ -172,33 +160,23 @@ def describe_reading(
     columns: Mapping[str, str] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> list[str]:
-    """Describe a token store, or the first rows of conversations, in a line for each format, rule and observation. Of
-    fewer rows, also what the tokenizer's chat template makes of them. `columns`: data.columns. Raises UserError if
-    `path` cannot be read."""
+    """Describe a token store, or the first rows of conversations, in a line for each format, rule and observation. With
+    the tokenizer, also what its chat template makes of the rows. `columns`: data.columns. Raises UserError if `path`
+    cannot be read."""
     if (Path(path) / MANIFEST).is_file():
         counts, lines = read_manifest(Path(path)).get("counts", {}), []
     else:
-        files = find_files([path], "train")
-        if not files[0].hub and path.endswith(".json") and Path(path).stat().st_size > _MAX_LIST_BYTES:
-            return [f"{path}: large .json, which is not read here"]
         request = PrepareRequest("chat", (path,), "", "train", columns=columns or {})
-        report = PrepareReport()
-        for file, number, row in islice(number_rows(files), _NUM_ROWS):
-            result, is_rendered = Result(number), tokenizer is not None and report.num_rows < _NUM_RENDERED
-            examine_row(result, row, request, file, tokenizer if is_rendered else None)
-            if tokenizer is not None and not is_rendered:
-                result.ignored = ()  # without the template, what it ignores is not known
+        report = PrepareReport(request)
+        for file, number, row in islice(number_rows(find_files([path], "train")), _NUM_ROWS):
+            result = Result(number)
+            examine_row(result, row, request, file, tokenizer)
             report.count(result, path)
             report.num_rows += 1
         counts = report.manifest()["counts"]
-        first = "the first " if report.num_rows == _NUM_ROWS else ""
-        rendered = f", {_NUM_RENDERED} of them rendered" if tokenizer and report.num_rows > _NUM_RENDERED else ""
-        lines = [f"{first}{report.num_rows:,} rows{rendered}"]
+        lines = [f"{'the first ' * (report.num_rows == _NUM_ROWS)}{report.num_rows:,} rows"]
     lines += [f"format {shape} {number:,}" for shape, number in counts.get("shapes", {}).items()]
-    lines += [f"malformed: {counts['malformed']:,}"] if counts.get("malformed") else []
-    lines += [f"{number:,} left out: {rule}" for rule, number in counts.get("dropped", {}).items()]
-    lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
-    return [f"{path}: {line}" for line in [*lines, *counts.get("reading", [])]]
+    return [f"{path}: {line}" for line in [*lines, *describe_counts(counts)]]
 
 
 def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
@@ -208,48 +186,35 @@ def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
     check_tokenizer(tokenizer)
     stores = [source for source in request.sources if (Path(source) / MANIFEST).is_file()]
     for source in stores:
-        yield from _show_store(source, tokenizer, number)
-    files = find_files([source for source in request.sources if source not in stores], request.split)
-    num_shown = num_left_out = 0
-    for file, i, row in number_rows(files):
-        result = Result(i)
+        for sequence in islice(TokenStore(source, tokenizer), number):
+            yield _show_sequence(f"{source}: sequence {sequence.sequence_id}", sequence, tokenizer)
+    files, num_shown = find_files([source for source in request.sources if source not in stores], request.split), 0
+    for file, i, row in islice(number_rows(files), number + _MAX_REASONS):
+        result, place = Result(i), f"{file.name}:{i + 1}"
         item = examine_row(result, row, request, file, tokenizer)
         if item is None:
-            reason = f"malformed: {result.reason}" if result.reason else f"left out: {result.outcome}"
-            yield f"{file.name}:{i + 1}: {reason}"
-            num_left_out += 1
+            yield f"{place}: {'malformed' if result.reason else 'left out'}: {result.reason or result.outcome}"
         else:
-            yield _show_conversation(item, tokenizer)
+            yield _show_sequence(place, tokenize_rendered([item], tokenizer)[0], tokenizer)
             num_shown += 1
-        if num_shown == number or num_left_out == _MAX_REASONS:
+        if num_shown == number:
             return
 
 
-def _show_conversation(item: RenderedConversation, tokenizer: "PreTrainedTokenizerBase") -> str:
-    passages, at = [], 0
-    for start, end in (span for span in item.spans if span is not None):
-        passages += [(False, item.text[at:start]), (True, item.text[start:end])]
-        at = end
-    return _describe(item.conversation.location, [*passages, (False, item.text[at:])], tokenizer)
-
-
-def _show_store(path: str, tokenizer: "PreTrainedTokenizerBase", number: int) -> Iterator[str]:
-    for sequence in islice(TokenStore(path, tokenizer), number):
-        edges = [0, *(np.flatnonzero(np.diff(sequence.supervised)) + 1).tolist(), len(sequence)]
-        passages = [
-            (bool(sequence.supervised[start]), str(tokenizer.decode(sequence.input_ids[start:end])))
-            for start, end in pairwise(edges)
-        ]
-        yield _describe(f"{path}: sequence {sequence.sequence_id}", passages, tokenizer)
-
-
-def _describe(place: str, passages: Sequence[tuple[bool, str]], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Join passages of a text, (whether it is learned, text), below a line with their ends."""
-    ends = dict.fromkeys(find_end(tokenizer, text) or "no special token" for is_learned, text in passages if is_learned)
+def _show_sequence(place: str, sequence: TokenizedSequence, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Write the text of a sequence with the learned passages marked, below a line with the tokens that end them."""
+    edges = [0, *(np.flatnonzero(np.diff(sequence.supervised)) + 1).tolist(), len(sequence)]
+    ends: dict[str, None] = {}
+    shown = ""
+    for start, end in pairwise(edges):
+        text = str(tokenizer.decode(sequence.input_ids[start:end]))
+        is_learned = bool(sequence.supervised[start])
+        shown += f"{_BEGIN}{_shorten(text)}{_END}" if is_learned else _shorten(text)
+        if is_learned:
+            ends[find_end(tokenizer, text) or "no special token"] = None
     if not ends:
         return f"{place}: nothing is learned"
-    shown = [f"{_BEGIN}{_shorten(text)}{_END}" if is_learned else _shorten(text) for is_learned, text in passages]
-    return f"{place}: learned between {_BEGIN} and {_END}, up to {' and '.join(ends)}\n{''.join(shown).rstrip()}\n"
+    return f"{place}: learned between {_BEGIN} and {_END}, up to {' and '.join(ends)}\n{shown.rstrip()}\n"
 
 
 def _shorten(text: str) -> str:

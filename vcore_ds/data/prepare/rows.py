@@ -1,13 +1,17 @@
-"""Reading of conversations from rows in the shapes of fine-tuning data sets."""
+"""Reading of conversations from rows in the shapes of fine-tuning data sets, and of those of the paper by its rules
+(appendix "Dataset Curation for supervised tasks")."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.data.answers import code_prompt, find_answer_spans, math_prompt
+from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.messages import (
     SPEAKERS,
-    TEMPLATE_FIELDS,
     THINKING,
     WEIGHTS,
     Dropped,
@@ -16,10 +20,9 @@ from vcore_ds.data.messages import (
     check_messages,
     check_template_variables,
     check_tools,
+    split_thinking,
 )
 from vcore_ds.data.prepare.sources import RawFile
-
-MESSAGE_FIELD = "messages."  # before the name of an ignored field of messages; columns of rows have none
 
 _EXPECTED = (
     "expected `messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`: rename the keys "
@@ -27,48 +30,22 @@ _EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class ChatRow:
-    """A row as a conversation."""
-
-    shape: str  # empty for rows of math and code
-    messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    context_turns: list[int] = field(default_factory=list)  # positions of the assistant's turns that are not learned
-    unknown: list[str] = field(default_factory=list)
-    template_variables: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
-    has_null_arguments: bool = False  # which were removed
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of a `Conversation` besides its place and messages."""
-        names = ("tools", "context_turns", "template_variables")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        """Keys of messages that only a chat template could read."""
-        keys = {key for message in self.messages for key in message} - TEMPLATE_FIELDS
-        return [f"{MESSAGE_FIELD}{key}" for key in sorted(keys)]
-
-
-def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, str] | None = None) -> ChatRow:
+def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, str] | None = None) -> Conversation:
     """Read a row in one of four shapes, told by its columns: `messages`; `conversations` (ShareGPT); `prompt` and
     `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too. `from_table`:
     nested objects have the keys of all rows' objects, with null where a row has none. `columns`: our name of a column
     -> the row's. Raises Malformed, and Dropped for a row without an answer or with thinking that does not end."""
-    check_object(row)
+    _check_object(row)
     if columns:
         row = _rename_columns(row, columns)
-    null_calls: list[Any] = []
-    row = {key: value for key, value in row.items() if value is not None}
-    row = _remove_nulls(row, null_calls) if from_table else row
+    has_null_arguments = from_table and _has_null_arguments(row)
+    row = _remove_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
     forms = [form for form in _SHAPES if all(column in row for column in form[0])]
     if not forms:
-        raise Malformed(f"found the keys {list_names(row)}; {_EXPECTED}")
+        raise Malformed(f"found the keys {_list_names(row)}; {_EXPECTED}")
     named = [form for form in forms if columns and columns.keys() & {*form[0]}]
     required, shape, read, others = [*named, *forms][0]
-    system = find_texts({"system": "", **row}, "system", empty={"system"})["system"]
+    system = _find_texts({"system": "", **row}, "system", empty={"system"})["system"]
     messages = read(row)
     if system.strip() and isinstance(messages, list):
         messages = [{"role": "system", "content": system}, *messages]
@@ -79,28 +56,20 @@ def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, s
         raise Malformed("no turn of the assistant that answers something")
     known = {*required, *others, "system", "tools", "functions", "chat_template_kwargs"}
     unknown = sorted(str(name) for name in row if name not in known)
-    return ChatRow(shape, checked, tools, context_turns, unknown, variables, bool(null_calls))
+    return Conversation(checked, tools, context_turns, variables, shape, unknown, has_null_arguments)
 
 
-def read_chat_rows(file: RawFile, columns: Mapping[str, str] | None = None) -> Iterator[ChatRow]:
+def read_chat_rows(file: RawFile, columns: Mapping[str, str] | None = None) -> Iterator[Conversation]:
     """Yield each row of a file that is a conversation; malformed rows and those without an answer are skipped."""
     for row in file.rows():
         with suppress(Malformed, Dropped):
             yield read_chat_row(row, from_table=file.is_table, columns=columns)
 
 
-def _read_messages(row: dict[str, Any]) -> Any:
-    return row["messages"]
-
-
-def _read_sharegpt(row: dict[str, Any]) -> list[Any]:
+def _read_sharegpt(row: dict[str, Any]) -> Any:
     turns = row["conversations"]
-    if not isinstance(turns, list):
-        raise Malformed(f"`conversations` is {type(turns).__name__}, expected a list")
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict):
-            raise Malformed(f"turn {number} is {type(turn).__name__}, expected an object with `from` and `value`")
-        speaker = turn.get("from", turn.get("role"))
+    for number, turn in enumerate(turns if isinstance(turns, list) else (), start=1):
+        speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
         if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
             raise Malformed(f"turn {number} is from {speaker!r:.60}, expected one of {', '.join(SPEAKERS)}")
     return turns
@@ -114,9 +83,8 @@ def _read_prompt_completion(row: dict[str, Any]) -> list[Any]:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    for name, turns in (("prompt", prompt), ("completion", completion)):
-        if not isinstance(turns, list):
-            raise Malformed(f"`{name}` is {type(turns).__name__}, expected a text or a list of messages")
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise Malformed("`prompt` or `completion` is neither a text nor a list of messages")
     context = [
         {**turn, "weight": 0} if isinstance(turn, dict) and not WEIGHTS & turn.keys() else turn for turn in prompt
     ]
@@ -124,18 +92,18 @@ def _read_prompt_completion(row: dict[str, Any]) -> list[Any]:
 
 
 def _read_alpaca(row: dict[str, Any]) -> list[Any]:
-    fields = find_texts({"input": "", **row}, "instruction", "input", "output", empty={"input", "output"})
-    messages = []
+    fields = _find_texts({"input": "", **row}, "instruction", "input", "output", empty={"input", "output"})
     history = row.get("history") or []
-    if not isinstance(history, list):
-        raise Malformed(f"`history` is {type(history).__name__}, expected a list of pairs")
-    for pair in history:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise Malformed("`history` has an entry that is no pair of question and answer")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise Malformed("`history` is no list of pairs of question and answer")
+    messages = [turn for question, answer in history for turn in _make_turns(question, answer)]
     question = "\n".join(text for text in (fields["instruction"], fields["input"]) if text)
-    answer = {"role": "assistant", "content": fields["output"]}
-    return [*messages, {"role": "user", "content": question}, *_add_thinking(row, [answer])]
+    question_turn, answer = _make_turns(question, fields["output"])
+    return [*messages, question_turn, *_add_thinking(row, [answer])]
+
+
+def _make_turns(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _add_thinking(row: dict[str, Any], completion: list[Any]) -> list[Any]:
@@ -155,7 +123,7 @@ def _add_thinking(row: dict[str, Any], completion: list[Any]) -> list[Any]:
 
 
 _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tuple[str, ...]], ...] = (
-    (("messages",), "messages", _read_messages, ()),
+    (("messages",), "messages", lambda row: row["messages"], ()),
     (("conversations",), "ShareGPT", _read_sharegpt, ()),
     (("prompt", "completion"), "prompt and completion", _read_prompt_completion, THINKING),
     (("instruction", "output"), "Alpaca", _read_alpaca, ("input", "history", *THINKING)),
@@ -166,33 +134,37 @@ _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tupl
 def _rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """Give columns our names; each one's own name is then no column."""
     if missing := [name for name in columns.values() if name not in row]:
-        raise Malformed(f"no column `{missing[0]}`, which data.columns (--columns) names; found {list_names(row)}")
+        raise Malformed(f"no column `{missing[0]}`, which data.columns (--columns) names; found {_list_names(row)}")
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return others | {name: row[theirs] for name, theirs in columns.items()}
 
 
-def _remove_nulls(value: Any, calls: list[Any]) -> Any:
-    """Remove the keys with null from an object and its nested objects; adds those with a null argument to `calls`: a
-    table gives a call the arguments of all calls."""
+def _remove_nulls(value: Any) -> Any:
+    """Remove the keys with null from an object and its nested objects, to which a table gives the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
+    return [_remove_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_null_arguments(value: Any) -> bool:
+    """Whether a call has a null argument: a table gives a call the arguments of all calls."""
     if isinstance(value, dict):
         arguments = value.get("arguments")
-        if isinstance(arguments, dict) and None in arguments.values():
-            calls.append(value)
-        return {key: _remove_nulls(item, calls) for key, item in value.items() if item is not None}
-    return [_remove_nulls(item, calls) for item in value] if isinstance(value, list) else value
+        is_call = isinstance(arguments, dict) and None in arguments.values()
+        return is_call or any(map(_has_null_arguments, value.values()))
+    return isinstance(value, list) and any(map(_has_null_arguments, value))
 
 
-def check_object(row: Any) -> None:
-    """Raise Malformed unless the row is an object."""
+def _check_object(row: Any) -> None:
     if not isinstance(row, dict):
         raise Malformed(f"found {type(row).__name__}, expected an object")
 
 
-def find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
+def _find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
     """Return row fields that must be strings; empty only if listed in `empty`."""
     for name in names:
         if name not in row:
-            raise Malformed(f"no field `{name}`, found {list_names(row)}")
+            raise Malformed(f"no field `{name}`, found {_list_names(row)}")
         if not isinstance(row[name], str):
             raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a string")
         if not row[name].strip() and name not in empty:
@@ -200,6 +172,123 @@ def find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, 
     return {name: row[name] for name in names}
 
 
-def list_names(row: dict[str, Any]) -> str:
+def _list_names(row: dict[str, Any]) -> str:
     """List the row's keys for a message, shortened."""
     return f"{', '.join(row):.300}" or "none"
+
+
+OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'
+OTHER_MODEL = 'generation_model is not "DeepSeek-R1"'
+NOT_RIGHT = 'judgement is not "right"'
+NOT_ONE_THINKING = "not exactly one <think> pair with an answer"
+NOT_BOXED = "no \\boxed{} in the answer"
+NOT_EQUIVALENT = "math-verify: not the expected answer"
+UNFINISHED = "math-verify: past the time limit"
+NO_STATEMENT = "the problem's statement cannot be found"
+
+_MAX_INDEX_DIGITS = 12  # digits of a problem's number; int() raises for thousands of them
+
+
+def convert_math_row(row: Any, check_answer: Callable[[str, str], str]) -> Conversation:
+    """Convert a row of OpenMathReasoning to a conversation. `check_answer`: maps (expected, answer) to a verdict of
+    `AnswerChecker.check`."""
+    _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
+    _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
+    fields = _find_texts(row, "problem", "generated_solution", "expected_answer")
+    thinking, answer = _split_trace(fields["generated_solution"])
+    spans = find_answer_spans(answer)
+    if not spans:
+        raise Dropped(NOT_BOXED)
+    verdict = check_answer(fields["expected_answer"], answer[slice(*spans[-1])])
+    if verdict != "equivalent":
+        raise Dropped(UNFINISHED if verdict == "unfinished" else NOT_EQUIVALENT)
+    question, turn = _make_turns(math_prompt(fields["problem"].strip()), answer)
+    return Conversation([question, turn | {"reasoning_content": thinking}])
+
+
+def convert_code_row(row: Any, statements: str | None) -> Conversation:
+    """Convert a row of OpenCodeReasoning-2 to a conversation; `statements`: the folder of `find_statement`."""
+    _keep_only(row, "judgement", "right", NOT_RIGHT)
+    fields = _find_texts(row, "question", "r1_generation")
+    thinking, answer = _split_trace(fields["r1_generation"])
+    statement: str | None = fields["question"].strip()
+    if statement == "-":
+        where = _find_texts(row, "dataset", "split", "index")
+        if not where["index"].isdecimal() or len(where["index"]) > _MAX_INDEX_DIGITS:
+            raise Malformed(f"`index` is {where['index']!r:.60}, expected the number of the problem")
+        statement = find_statement(statements, where["dataset"], where["split"], int(where["index"]))
+    if not statement:
+        raise Dropped(NO_STATEMENT)
+    question, turn = _make_turns(code_prompt(statement), answer)
+    return Conversation([question, turn | {"reasoning_content": thinking}])
+
+
+def _split_trace(text: str) -> tuple[str, str]:
+    """Return (thinking, answer)."""
+    if text.count("<think>") > 1 or text.count("</think>") != 1:
+        raise Dropped(NOT_ONE_THINKING)
+    thinking, answer = (part.strip() for part in split_thinking(text))
+    if not (thinking and answer):
+        raise Dropped(NOT_ONE_THINKING)
+    return thinking, answer
+
+
+def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
+    _check_object(row)
+    if name not in row:
+        raise Malformed(f"no field `{name}`, found {_list_names(row)}")
+    if row[name] != value:
+        raise Dropped(rule)
+
+
+# OpenCodeReasoning-2 lacks the problem statements, whose licenses differ: `question` is "-", and `dataset`, `split` and
+# `index` name the statement in one of four data sets, as its data card says.
+_PARQUET = "refs/convert/parquet"  # the hub's conversion of loading scripts, which `datasets` no longer runs
+
+_HUB: dict[str, dict[str, Any]] = {
+    "taco": {"path": "BAAI/TACO", "revision": _PARQUET, "data_dir": "ALL"},
+    "apps": {"path": "codeparrot/apps", "revision": _PARQUET, "data_dir": "all"},
+    "code_contests": {"path": "deepmind/code_contests"},
+    "open-r1/codeforces": {"path": "open-r1/codeforces"},
+}
+
+
+def find_statement(folder: str | None, dataset: str, split: str, index: int) -> str | None:
+    """Look up the statement of a problem in the subfolders `taco`, `apps`, `code_contests`, `codeforces` of `folder`,
+    or on the hub (None); None if there is none. Raises UserError if the data set cannot be loaded."""
+    if dataset not in _HUB:
+        return None
+    rows = _load_rows(folder, dataset, split)
+    if not 0 <= index < len(rows):
+        return None
+    row = rows[index]
+    if dataset in ("taco", "apps"):
+        return row["question"]
+    return _join_codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
+
+
+@cache
+def _load_rows(folder: str | None, dataset: str, split: str) -> Any:
+    from datasets import load_dataset
+
+    where = _HUB[dataset]
+    if folder is not None:
+        where = {"path": str(Path(folder) / dataset.rpartition("/")[2])}
+    try:
+        return load_dataset(**where, split=split)
+    except Exception as error:  # of a dozen classes: offline, gated, no such folder
+        raise UserError(
+            f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: {first_line(error)}; "
+            "download the data sets and name their folder with --statements"
+        ) from None
+
+
+def _join_codeforces_statement(row: dict[str, Any]) -> str | None:
+    parts = [("", row["description"]), ("Input", row.get("input_format")), ("Output", row.get("output_format"))]
+    examples = row.get("examples") or []
+    titles = ("input", "output")
+    parts += [("", "Examples")] if examples else []
+    parts += [(title.capitalize(), example[title]) for example in examples for title in titles if title in example]
+    parts.append(("Note", row.get("note")))
+    texts = [text for title, body in parts if body for text in (title, body) if text]
+    return "\n\n".join(texts) if row["description"] else None

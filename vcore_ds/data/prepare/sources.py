@@ -215,39 +215,21 @@ def _open(path: Path) -> BufferedReader:
 
 
 def _read_json(path: Path) -> Iterator[bytes]:
+    """Read one list of rows, or a row on each line."""
     with _open(path) as file:
         beginning = file.peek(_PEEK_BYTES).removeprefix(_BOM).lstrip()
-        if beginning.startswith(b"[") and find_data_suffix(path) == ".json":
+        if beginning.startswith(b"["):
             try:
                 rows = json.loads(file.read().decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}: begins like a list and is not JSON: {first_line(error)}") from None
             yield from (json.dumps(row).encode() for row in rows)
             return
-        _check_form(path, beginning.decode(errors="replace"))
+        if beginning.partition(b"\n")[0].strip() == b"{":
+            raise UserError(
+                f"{path}: found JSON over several lines, expected one row, an object, on each line, or a list of rows"
+            )
         yield from ((line.removeprefix(_BOM) if i == 0 else line).strip(_SPACE) for i, line in enumerate(file))
-
-
-def _check_form(path: Path, beginning: str) -> None:
-    """Raise UserError for JSON that is not a row on each line: a list, an object of lists, rows over several lines."""
-    line = beginning.partition("\n")[0].strip()
-    try:
-        first, end = json.JSONDecoder().raw_decode(beginning)
-    except (ValueError, RecursionError):  # not JSON, or longer than the beginning
-        first, end = None, len(line) + (line in ("{", "["))
-    values = [first]
-    if (
-        isinstance(first, dict)
-        and not beginning[end:].strip()
-        and not {"messages", "conversations", "prompt"} & {*first}
-    ):
-        values = [*first.values()]
-    is_list = any(isinstance(value, list) and value and isinstance(value[0], dict) for value in values)
-    if is_list or end > len(line):
-        form = "one list or object of rows" if is_list else "JSON over several lines"
-        raise UserError(
-            f"{path}: found {form}, expected a row, a JSON object, on each line, or in a .json file one list of rows"
-        )
 
 
 def _read_csv(path: Path) -> Iterator[bytes]:
