@@ -5,7 +5,7 @@ import json
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,7 +145,8 @@ def examine_row(
         conversation = _read_row(row, request, file)
         result.shape = conversation.shape
         if tokenizer is not None:
-            item = render_conversation(_shorten(conversation, request), tokenizer, request.supervise)
+            _check_size(conversation, request)
+            item = render_conversation(conversation, tokenizer, request.supervise)
     except Dropped as rule:
         result.outcome = str(rule)
         return None
@@ -172,16 +173,12 @@ def _read_row(row: Any, request: PrepareRequest, file: RawFile) -> Conversation:
     return read_chat_row(row, from_table=file.is_table, columns=request.columns)
 
 
-def _shorten(conversation: Conversation, request: PrepareRequest) -> Conversation:
-    """Drop or cut a text that is far beyond the cutoff: its tokens would take hundreds of times its size in memory."""
+def _check_size(conversation: Conversation, request: PrepareRequest) -> None:
+    """Drop a text that is far beyond the cutoff: its tokens would take hundreds of times its size in memory."""
     limit = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * request.cutoff_length)
-    messages, names = conversation.messages, ("content", "reasoning_content")
-    if sum(len(message.get(name, "")) for message in messages for name in names) <= limit:
-        return conversation
-    if request.overlong == "drop":
+    texts = [message.get(name, "") for message in conversation.messages for name in ("content", "reasoning_content")]
+    if sum(map(len, texts)) > limit:
         raise Dropped(f"longer than {limit:,} characters")
-    cut = [message | {name: message[name][:limit] for name in names if name in message} for message in messages]
-    return replace(conversation, messages=cut)
 
 
 def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest) -> tuple[np.ndarray, np.ndarray]:
