@@ -146,7 +146,7 @@ def test_ids_of_joined_stores_are_unique_where_a_store_has_dropped_rows() -> Non
         )
 
     joined = JoinedDataset([store(4, 11, 7), store(0, 4, 8)])
-    assert [sequence.sequence_id for sequence in joined[:]] == [4, 11, 7, 12, 16, 20]
+    assert [sequence.sequence_id for sequence in joined] == [4, 11, 7, 12, 16, 20]
     assert joined.first_ids == [0, 12]
 
 

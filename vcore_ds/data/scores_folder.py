@@ -341,7 +341,7 @@ class StoredWeights:
 
     def __init__(self, path: Path, store: "Store"):
         """Read the file. Raises UserError if it cannot be read, is of other tokens, or has an invalid weight."""
-        self._path, self._lengths = path, np.asarray(store.lengths, dtype=np.int64)
+        self._path, lengths = path, np.asarray(store.lengths, dtype=np.int64)
         if not path.is_file():
             raise UserError(f"data.token_weights: {path}: found no such file; expected {_WEIGHTS_EXPECTED}")
         made_with = read_metadata(path, _WEIGHTS_EXPECTED)
@@ -354,15 +354,18 @@ class StoredWeights:
         parts, num_tokens = [], 0
         for rows in read_token_rows(path, [LOSS_WEIGHTS], _WEIGHTS_EXPECTED):
             offsets, weights = rows.offsets[LOSS_WEIGHTS], rows.values[LOSS_WEIGHTS].astype(np.float16)
-            if rows.sequence.min() < 0 or rows.sequence.max() >= len(store):
-                raise UserError(f"data.token_weights: {path}: found traces that the data lacks. {_WEIGHTS_REMEDY}")
-            self._refuse_first(
-                np.diff(offsets) != self._lengths[rows.sequence], rows.sequence, "another number of tokens"
-            )
-            wrong = ~(np.isfinite(weights) & (weights >= 0))
-            per_trace = np.add.reduceat(wrong, offsets[:-1]) > 0
-            self._refuse_first(per_trace, rows.sequence, "a weight that is negative, inf or NaN")
-            self._starts[rows.sequence] = offsets[:-1] + num_tokens
+            places, is_valid = rows.sequence.clip(0, len(store) - 1), np.isfinite(weights) & (weights >= 0)
+            for what, is_wrong in {
+                "another number of tokens": (np.diff(offsets) != lengths[places]) | (places != rows.sequence),
+                "a weight that is negative, inf or NaN": np.add.reduceat(~is_valid, offsets[:-1]) > 0,
+            }.items():
+                if is_wrong.any():
+                    raise UserError(
+                        f"data.token_weights: {path}: found {what} for the trace at position "
+                        f"{rows.sequence[np.argmax(is_wrong)]}; expected a finite number that is not negative for each "
+                        f"of its tokens. {_WEIGHTS_REMEDY}"
+                    )
+            self._starts[places] = offsets[:-1] + num_tokens
             parts.append(weights)
             num_tokens += len(weights)
         self._weights = np.concatenate([np.zeros(0, np.float16), *parts])
@@ -381,12 +384,4 @@ class StoredWeights:
                 f"data.token_weights: {self._path}: found no weights for {len(missing):,} of "
                 f"{count(len(positions), 'training trace')}, first for the one at position {missing[0]}; expected all. "
                 "Write weights of all traces, or select the same ones with data.keep"
-            )
-
-    def _refuse_first(self, is_wrong: np.ndarray, sequence: np.ndarray, what: str) -> None:
-        if is_wrong.any():
-            raise UserError(
-                f"data.token_weights: {self._path}: found {what} for the trace at position "
-                f"{sequence[np.argmax(is_wrong)]}; expected a finite number that is not negative for each of its "
-                f"tokens. {_WEIGHTS_REMEDY}"
             )
