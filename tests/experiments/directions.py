@@ -13,7 +13,6 @@ from tests.experiments import task
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
 from vcore_ds.method.optimizers import adam_direction
-from vcore_ds.method.weights import uniform_weights
 from vcore_ds.utility.low_rank import orthonormalize
 
 CLIP = 1.0  # largest 2-norm of the gradient and of the probe gradient
@@ -46,17 +45,9 @@ def make_small_qwen3(seed: int) -> PreTrainedModel:
 def token_losses(model: PreTrainedModel, traces: Traces, parameters: dict[str, Tensor] | None = None) -> Tensor:
     """Loss of each supervised token in nats, `[N]` fp32. `parameters` replace the model's."""
     inputs = {"input_ids": traces.input_ids, "use_cache": False}
-    if parameters is None:
-        logits = model(**inputs).logits
-    else:
-        logits = functional_call(model, parameters, (), inputs, tie_weights=True).logits
-    targets = traces.input_ids[:, 1:][traces.supervised]
-    return cross_entropy(logits[:, :-1][traces.supervised].float(), targets, reduction="none")
-
-
-def mean_over_sequences(values: Tensor, traces: Traces) -> Tensor:
-    """`mean_i mean_t`, scalar."""
-    return (values * uniform_weights(traces.sequence_index, len(traces), values.dtype)).sum() / len(traces)
+    output = model(**inputs) if parameters is None else functional_call(model, parameters, (), inputs, tie_weights=True)
+    logits, targets = output.logits[:, task.PROMPT_LENGTH - 1 : -1], traces.input_ids[:, task.PROMPT_LENGTH :]
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
 
 
 class Direction:
@@ -71,7 +62,7 @@ class Direction:
         self.vector = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
 
     def take_probe(self, model: PreTrainedModel, traces: Traces) -> None:
-        loss = mean_over_sequences(token_losses(model, traces), traces)
+        loss = token_losses(model, traces).mean()  # over traces too, which have one length
         self.take(torch.autograd.grad(loss, list(self.parameters.values())))
 
     @torch.no_grad()

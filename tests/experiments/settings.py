@@ -1,9 +1,16 @@
-"""Settings of a run of the experiment on wrong traces, and the package's configuration of its steps."""
+"""Settings of a run of the experiment on wrong traces, the package's configuration of its steps, and results."""
 
+import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-from tests.experiments.task import CLEAN, ERRING_AUTHOR
+import numpy as np
+
+from vcore_ds.common import statistics
+from vcore_ds.common.statistics import cell
 from vcore_ds.config.sections import MethodConfig
 
 BATCH_SIZE = 16  # training sequences a step; trusted ones are additional
@@ -48,10 +55,6 @@ class Setting:
         """Name of a row: the changed settings without the seed."""
         return " ".join(f"{name}={value}" for name, value in self.changed().items() if name != "seed")
 
-    def erring_author(self, share: float) -> dict[str, float]:
-        """Arguments of `TraceStream` with that share of wrong traces."""
-        return {**ERRING_AUTHOR, "systematic": self.noise == "systematic", "wrong_traces": share} if share else CLEAN
-
     def num_trusted(self) -> int:
         """Number of sequences of the pool in each batch, a share `trusted_share` of it."""
         return round(BATCH_SIZE * self.trusted_share / (1 - self.trusted_share))
@@ -73,3 +76,77 @@ def learning_rate_factor(k: int, num_steps: int) -> float:
     """Linear warm-up, then cosine to 0."""
     warmup = max(1, round(WARMUP_RATIO * num_steps))
     return (k + 1) / warmup if k < warmup else 0.5 * (1 + math.cos(math.pi * (k - warmup) / (num_steps - warmup)))
+
+
+Result = dict[str, Any]
+BySeed = dict[int, Result]
+
+
+def read_results(results: Path) -> list[Result]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def parse_setting(result: Result) -> Setting:
+    """The setting of a result, which has the fields that differ from the defaults."""
+    return Setting(**{field.name: result.get(field.name, field.default) for field in fields(Setting)})
+
+
+def find_results(row: Setting, results: Sequence[Result]) -> BySeed:
+    """Seed -> result of `row` at its learning rate."""
+    settings = [(parse_setting(result), result) for result in results]
+    return {setting.seed: result for setting, result in settings if replace(setting, seed=0) == row}
+
+
+def choose_rate(row: Setting, rates: Sequence[float], results: Sequence[Result], seeds: Sequence[int]) -> float:
+    """The learning rate with the highest mean accuracy over `seeds`, and the lowest loss among equals. Raises
+    ValueError where one of the seeds has not been run at all rates."""
+    badness = {}
+    for rate in rates:
+        by_seed = find_results(replace(row, learning_rate=rate), results)
+        if not by_seed.keys() >= set(seeds):
+            raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(by_seed)}, expected {list(seeds)} first")
+        measures = (("accuracy", -1), ("held_out_loss", 1))
+        badness[rate] = tuple(sign * float(np.mean([by_seed[seed][key] for seed in seeds])) for key, sign in measures)
+    return min(badness, key=badness.__getitem__)
+
+
+def paired(row: BySeed, reference: BySeed, key: str) -> list[float]:
+    return statistics.paired(*({seed: result[key] for seed, result in by_seed.items()} for by_seed in (row, reference)))
+
+
+def whole_traces_table(
+    rows: Mapping[str, Setting], rates: Mapping[str, float], results: Sequence[Result], seeds: Sequence[int]
+) -> str:
+    """Markdown: accuracy and loss of each row at its rate, and their differences to `sft` and to `sft + trusted` on the
+    same seeds. `wrong` is the share of the weight on wrong traces, `cost` CPU time relative to `sft`."""
+    by_row: dict[str, BySeed] = {name: {} for name in rows}
+    for name in rows.keys() & rates.keys():
+        by_seed = find_results(replace(rows[name], learning_rate=rates[name]), results)
+        by_row[name] = {seed: by_seed[seed] for seed in seeds if seed in by_seed}
+    references = [name for name in ("sft", "sft + trusted") if name in rows]
+    differences = [f"to {name}" for name in references]
+    columns = ["row", "rate", "seeds", "accuracy %", *differences, "loss", *differences, "AUC", "wrong", "cost"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for name, by_seed in by_row.items():
+        if not by_seed:
+            lines.append(f"| {name} | | not run |" + " |" * (len(columns) - 3))
+            continue
+        cells = [name, f"{rates[name]:g}" if rows[name].num_steps > 0 else "", str(len(by_seed))]
+        for key, unit, digits in (("accuracy", 100, 1), ("held_out_loss", 1, 4)):
+            cells.append(cell([unit * result[key] for result in by_seed.values()], digits))
+            for reference in references:
+                values = [unit * value for value in paired(by_seed, by_row[reference], key)]
+                cells.append(cell(values, digits, difference=True) if values and name != reference else "")
+        cells += [_mean(by_seed, "auc"), _mean(by_seed, "weight_on_wrong")]
+        cells.append(f"{_mean_seconds(by_seed) / _mean_seconds(by_row['sft']):.1f}" if by_row["sft"] else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _mean(by_seed: BySeed, key: str) -> str:
+    values = [result[key] for result in by_seed.values() if key in result]
+    return f"{np.mean(values):.2f}" if values else ""
+
+
+def _mean_seconds(by_seed: BySeed) -> float:
+    return float(np.mean([result["seconds"] for result in by_seed.values()]))

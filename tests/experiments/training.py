@@ -1,5 +1,8 @@
 """One run of the experiment: a small Qwen3, one process, one thread, fp32, exact utilities by forward mode."""
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,22 +31,23 @@ class Run:
         self.setting, self.model = setting, model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=BETAS, eps=ADAM_EPS, weight_decay=0.0)
         self.direction = Direction(setting, dict(model.named_parameters()), self.optimizer)
-        noise, seed = setting.erring_author(setting.wrong_traces), setting.seed
-        if setting.main_data == "pool":
-            self.main = self.make_pool(MAIN_STREAM)
-        else:
-            self.main = TraceStream([MAIN_STREAM, seed], **noise, pool_size=setting.num_traces or None)
+        new = self.make_stream(MAIN_STREAM, setting.num_traces or None)
+        self.main = self.make_pool(MAIN_STREAM) if setting.main_data == "pool" else new
         self.trusted = self.make_pool(TRUSTED_STREAM)
-        from_pool = setting.probe_data == "pool"
-        self.probe = self.make_pool(PROBE_STREAM) if from_pool else TraceStream([PROBE_STREAM, seed], **noise)
+        self.probe = self.make_pool(PROBE_STREAM) if setting.probe_data == "pool" else self.make_stream(PROBE_STREAM)
         self.last_utilities: Tensor | None = None
         """Utilities of the last step, `[N]`; None if its method has none."""
 
+    def make_stream(self, stream: int, pool_size: int | None = None, draws: list[int] | None = None) -> TraceStream:
+        """A stream of training traces, or of the pool."""
+        setting = self.setting
+        share = setting.pool_wrong_traces if stream == POOL_STREAM else setting.wrong_traces
+        author = {"wrong_traces": share, "systematic": setting.noise == "systematic"}
+        return TraceStream([stream, setting.seed], **author, pool_size=pool_size, draws=draws)
+
     def make_pool(self, draws: int) -> TraceStream:
         """The pool, with a separate generator for its draws."""
-        seed, size = self.setting.seed, self.setting.pool_size
-        noise = self.setting.erring_author(self.setting.pool_wrong_traces)
-        return TraceStream([POOL_STREAM, seed], **noise, pool_size=size, draws=[draws, seed])
+        return self.make_stream(POOL_STREAM, self.setting.pool_size, [draws, self.setting.seed])
 
     def step(self, k: int) -> tuple[Traces, Tensor]:
         """Take step k, from 0; returns the batch and its token weights `[N]` (times the weight of their sequence,
@@ -91,10 +95,10 @@ def sequence_shares(method: MethodConfig, tokens: Tokens, weights: Tensor) -> Te
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, draw: int = REPORTED) -> dict[str, float]:
     """Loss on clean problems in nats per token, and accuracy of greedy answers."""
-    traces = TraceStream([HELD_OUT_STREAM, draw], **task.CLEAN).take(NUM_PROBLEMS)
+    traces = TraceStream([HELD_OUT_STREAM, draw]).take(NUM_PROBLEMS)
     prompts = traces.input_ids[:, : task.PROMPT_LENGTH]
     generated = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=2 * task.CLEAN_LENGTH, do_sample=False
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=2 * task.TRACE_LENGTH, do_sample=False
     )
     right = task.answers_match(generated[:, task.PROMPT_LENGTH :], traces)
     return {"accuracy": float(right.double().mean()), "held_out_loss": float(token_losses(model, traces).mean())}
@@ -107,9 +111,67 @@ def load_start_model(setting: Setting, folder: Path) -> PreTrainedModel:
     model = make_small_qwen3(setting.seed)
     if not path.exists():
         run = Run(start, model)
-        run.main = TraceStream([START_STREAM, setting.seed], **start.erring_author(start.wrong_traces))
+        run.main = run.make_stream(START_STREAM)
         for k in range(start.num_steps):
             run.step(k)
         torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path))
     return model
+
+
+# ---- scores of traces, and selection of those to train on ------------------------------------------------------------
+
+KEEP_SHARE = 0.25
+# Settings of SFT on the pool; how far it lowers a trace's loss is the score `fall`
+FALL = {"num_steps": 20, "learning_rate": 1e-3}
+
+
+def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
+    """Restrict the run's main stream to the traces that `setting.keep` selects; returns the scores, `[num_traces]`."""
+    traces = run.main.whole_pool()
+    scores = score(setting, model, traces, run.trusted.whole_pool())
+    num_kept = int((~traces.wrong).sum()) if setting.keep == "right" else round(KEEP_SHARE * len(traces))
+    run.main.keep(scores.argsort(descending=True)[:num_kept].numpy())
+    return scores
+
+
+def score(setting: Setting, model: PreTrainedModel, traces: Traces, pool: Traces) -> Tensor:
+    """Scores of the traces, `[B]`; higher is better."""
+    scores: dict[str, Callable[[], Tensor]] = {
+        "random": lambda: torch.rand(len(traces), generator=torch.Generator().manual_seed(setting.seed)),
+        "right": lambda: (~traces.wrong).float(),
+        "loss": lambda: -mean_losses(model, traces),
+        "utility": lambda: mean_utilities(model, traces, pool, sign=False),
+        "utility_sign": lambda: mean_utilities(model, traces, pool, sign=True),
+        "fall": lambda: mean_losses(model, traces) - mean_losses(train_on_pool(setting, model), traces),
+    }
+    return scores[setting.keep]()
+
+
+@torch.no_grad()
+def mean_losses(model: PreTrainedModel, traces: Traces) -> Tensor:
+    """Mean loss of each trace, `[B]`, nats per token."""
+    return traces.mean(token_losses(model, traces))
+
+
+def mean_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign: bool) -> Tensor:
+    """First-order decrease of the pool's loss by a step on each trace, per token of it, `[B]`: along the pool's
+    gradient or with `sign` along its sign, Adam's first step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    direction = Direction(Setting(direction="sgd"), dict(model.named_parameters()), optimizer)
+    direction.take_probe(model, pool)
+    if sign:
+        for vector in direction.vector.values():
+            vector.sign_()
+    return traces.mean(direction.utilities(model, traces))
+
+
+def train_on_pool(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model`, after `sft` on the pool."""
+    run = Run(
+        replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL),
+        copy.deepcopy(model),
+    )
+    for k in range(run.setting.num_steps):
+        run.step(k)
+    return run.model

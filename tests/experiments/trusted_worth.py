@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from launch_scripts.wrong_traces import NAMES, STORIES, THINGS
-from tests.experiments.results import read_results
+from tests.experiments.settings import read_results
 from tests.experiments.task import measure_trace_separation
 from tests.helpers.commands import REPOSITORY
 from vcore_ds import probe_direction, token_utilities

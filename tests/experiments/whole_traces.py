@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from tests.experiments import selection, task
-from tests.experiments.results import choose_rate, parse_setting, read_results, whole_traces_table
-from tests.experiments.settings import Setting
-from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, load_start_model
+from tests.experiments import task
+from tests.experiments.settings import Setting, choose_rate, parse_setting, read_results, whole_traces_table
+from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, keep, load_start_model
 from tests.helpers.commands import REPOSITORY
 
 FOLDER = REPOSITORY / "runs" / "learning_whole_traces"
@@ -172,14 +171,14 @@ def train(setting: Setting) -> dict[str, Any]:
     areas, shares = [], []
     for k in range(setting.num_steps):
         if setting.keep and (k == 0 or (setting.keep_again and k == setting.num_steps // 2)):
-            scores = selection.keep(setting, model, run)
-            areas.append(task.measure_trace_separation(scores, run.main.whole_pool().wrong()))
+            scores = keep(setting, model, run)
+            areas.append(task.measure_trace_separation(scores, run.main.whole_pool().wrong))
         traces, weights = run.step(k)
         if k % (setting.num_steps // 20) == 0 and setting.main_data == "training":
-            shares.append(float(weights[traces.planted > task.SOUND].sum() / weights.sum()))
+            shares.append(float(weights[traces.wrong[traces.sequence_index]].sum() / weights.sum()))
             if setting.method != "sft" and not setting.keep:
                 scored = weights if run.last_utilities is None else run.last_utilities
-                areas.append(task.measure_trace_separation(traces.mean(scored), traces.wrong()))
+                areas.append(task.measure_trace_separation(traces.mean(scored), traces.wrong))
     result = {"seconds": round(time.process_time() - start, 2)}
     evaluated = evaluate(model, CHOOSING if setting.seed in CHOOSING_SEEDS else REPORTED)
     result |= {name: round(value, 5) for name, value in evaluated.items()}

@@ -16,8 +16,8 @@ from tests.helpers.setups import TinySetup
 from tests.helpers.soak import soak_only
 from tests.helpers.sweeps import report_losses, wait_for_step, write_sweep
 from tests.slurm.cluster import Cluster
-from vcore_ds.commands.sweep.cells import load_sweep
-from vcore_ds.commands.sweep.folder import State, begin_sweep, read_sweep_folder
+from vcore_ds.commands.sweep import begin_sweep
+from vcore_ds.commands.sweep.folder import State, load_sweep, read_sweep_folder
 
 pytestmark = [pytest.mark.dist, soak_only]
 

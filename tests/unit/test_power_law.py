@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.commands.report.read import ReportedRun, read_runs
+from vcore_ds.commands.report.runs import ReportedRun, read_runs
 from vcore_ds.commands.sweep.scaling import Fit, fit_laws, scaling_tables
 
 SIZES = list(itertools.product((0.6e9, 1.7e9, 4e9, 8e9), (1e6, 4e6, 16e6, 64e6)))
@@ -64,7 +64,7 @@ def write_cells(tmp_path: Path, **sections_by_cell: dict[str, dict[str, object]]
             write_run(
                 folder, make_tokenizer(), [step_line(1, loss=loss, supervised_tokens=tokens)], {}, run=run, **sections
             )
-            (reported,) = read_runs([folder], top=1, tokenizer_path=None)
+            (reported,) = read_runs([folder], top=1, min_count=None, tokenizer_path=None)
             runs.setdefault(name, {})[seed] = reported
     return runs
 

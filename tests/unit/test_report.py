@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,41 @@ import pytest
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.report.curves import MOST_POINTS, make_charts, write_pictures
-from vcore_ds.commands.report.page import NOTHING, SCRIPTS, SOURCES, STYLE, as_json
-from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
-from vcore_ds.commands.report.tables import environment_table, explain_results, results_table, summary
-from vcore_ds.commands.report.tokens import KINDS
-from vcore_ds.commands.report.traces import (
+from vcore_ds.commands.report.page import (
+    FILES,
     IN_ANSWER,
     KIND_BITS,
-    correlate_with_losses,
-    encode_followed,
-    encode_recorded,
+    NOTHING,
+    SCRIPTS,
+    STYLE,
+    as_json,
     loss_levels,
     name_by_first_words,
     nearest,
     ranks,
     utility_levels,
     weight_levels,
+)
+from vcore_ds.commands.report.runs import (
+    MOST_POINTS,
+    Chart,
+    ReportedRun,
+    group_runs,
+    make_charts,
+    read_runs,
+    write_pictures,
+)
+from vcore_ds.commands.report.tables import (
+    encode_records,
+    environment_table,
+    results_table,
+    summarize,
     weight_range,
 )
+from vcore_ds.commands.report.tokens import KINDS
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
+from vcore_ds.training.token_records import TokenRecord
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"
@@ -47,22 +62,32 @@ def make_run(folder: Path, *, num_steps: int = 4, seed: int = 0, records: bool =
     return write_run(folder, TOKENIZER, lines, sequences, run={"output_dir": str(folder), "seed": seed}, **sections)
 
 
-def read_reported(*folders: Path) -> list[ReportedRun]:
-    return read_runs(folders, top=5, tokenizer_path=None)
+def read_reported(*folders: Path, tokenizer_path: str | None = None) -> list[ReportedRun]:
+    return read_runs(folders, top=5, min_count=None, tokenizer_path=tokenizer_path)
+
+
+def chart_of(*folders: Path) -> dict[str, Chart]:
+    return {chart.key: chart for chart in make_charts(group_runs(read_reported(*folders)))}
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
+def decode(run: ReportedRun, records: list[TokenRecord]) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray]:
+    """The description of encoded tokens, the numbers of their texts, their ranks, and a row of codes per measure with
+    their flags as the last."""
+    description, blob = encode_records(run, records, 10**6)
+    packed = gzip.decompress(base64.b64decode(blob))
+    num_tokens, num_rows = sum(record.num_tokens for record in records), len(description["measures"]) + 1
+    assert len(packed) == (8 + num_rows) * num_tokens
+    texts, places = np.frombuffer(packed[: 8 * num_tokens], dtype="<u4").reshape(2, -1)
+    return description, texts, places, np.frombuffer(packed[8 * num_tokens :], dtype=np.uint8).reshape(num_rows, -1)
+
+
 def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
     (run,) = read_reported(make_run(tmp_path / "run"))
-    description, blob = encode_recorded(run, 10**6)
-    n = 2 * len(IDS)
-    packed = gzip.decompress(base64.b64decode(blob))
-    assert description["measures"] == ["weight", "loss", "utility"] and len(packed) == 12 * n
-    texts, places = np.frombuffer(packed[: 8 * n], dtype="<u4").reshape(2, n)
-    weights, losses, utilities, flags = np.frombuffer(packed[8 * n :], dtype=np.uint8).reshape(4, n)
-
+    description, texts, places, (weights, losses, utilities, flags) = decode(run, run.records)
+    assert description["measures"] == ["weight", "loss", "utility"]
     pieces = [description["texts"][i] for i in texts]
     assert "".join(pieces) == TEXT * 2 and pieces[pieces.index("😀") + 1] == ""
     answer = "".join(piece for piece, flag in zip(pieces, flags, strict=True) if flag & IN_ANSWER)
@@ -87,10 +112,9 @@ def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
 def test_small_utilities_of_a_step_are_as_fine_as_large_ones_of_another(tmp_path: Path) -> None:
     small, large = (random_sequence(IDS, 0, seed=0) for _ in range(2))
     small = replace(small, utilities=small.utilities * np.float32(1e-4))
-    run = write_run(tmp_path / "run", TOKENIZER, [step_line(1), step_line(2)], {1: [small], 2: [large]})
-    description, blob = encode_recorded(read_reported(run)[0], 10**6)
-    codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), dtype=np.uint8)[-4 * len(IDS) : -2 * len(IDS)]
-    first, second = codes.reshape(2, -1)
+    (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: [small], 2: [large]}))
+    description, _, _, codes = decode(run, run.records)
+    first, second = codes[2].reshape(2, -1)
     decoded = np.array(description["levels"]["utility"][1])[first]
     assert np.abs(decoded - small.utilities).max() < 0.02 * np.abs(small.utilities).max()
     assert (first == second).all()
@@ -116,33 +140,39 @@ def test_ranks_begin_with_the_largest() -> None:
     assert ranks(np.array([0.1, 0.5, 0.1, 0.3])).tolist() == [2, 0, 3, 1]
 
 
-def test_a_trace_has_its_prompt_and_is_named_by_what_tells_it_apart(tmp_path: Path) -> None:
-    questions = ["user\nAdd the numbers.\n\nAnn has 7 coins", "user\nAdd the numbers.\n\nAnn has 9 books"]
-    assert name_by_first_words(questions) == ["Ann has 7 coins", "Ann has 9 books"]
-    assert name_by_first_words(questions[:1] * 2) == ["Add the numbers. Ann has 7 coins"] * 2
-    long = "What is the sum of all of the numbers from 1 to "
-    assert name_by_first_words([f"{long}{n} in base {n}?" for n in (10, 20)]) == ["10 in base 10?", "20 in base 20?"]
-    assert name_by_first_words(["", "x"]) == ["", "x"]
-    (shortened,) = name_by_first_words([f"{long}10?"])
-    assert shortened == "What is the sum of all of the numbers from 1 …"
-    ids = [
-        np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
-        for text in (*(f"{question}\nassistant\n" for question in questions), "")
-    ]
+QUESTIONS = ["user\nAdd the numbers.\n\nAnn has 7 coins", "user\nAdd the numbers.\n\nAnn has 9 books"]
+LONG = "What is the sum of all of the numbers from 1 to "
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        (QUESTIONS, ["Ann has 7 coins", "Ann has 9 books"]),
+        (QUESTIONS[:1] * 2, ["Add the numbers. Ann has 7 coins"] * 2),
+        ([f"{LONG}{n} in base {n}?" for n in (10, 20)], ["10 in base 10?", "20 in base 20?"]),
+        ([f"{LONG}10?"], ["What is the sum of all of the numbers from 1 …"]),
+        (["", "x"], ["", "x"]),
+    ],
+)
+def test_a_trace_is_named_by_what_tells_it_apart(texts: list[str], names: list[str]) -> None:
+    assert name_by_first_words(texts) == names
+
+
+def test_a_trace_has_its_prompt(tmp_path: Path) -> None:
+    texts = (*(f"{question}\nassistant\n" for question in QUESTIONS), "")
+    ids = [np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32) for text in texts]
     recorded = [replace(random_sequence(IDS, i, seed=i), prompt_ids=prompt) for i, prompt in enumerate(ids)]
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
-    description, _ = encode_recorded(run, 10**6)
-    assert [description["prompts"][entry["prompt"]] for entry in description["sequences"]] == [
-        *(question.replace("\n\n", "\n") for question in questions),
-        "",
-    ]
+    description, *_ = decode(run, run.records)
+    prompts = [description["prompts"][entry["prompt"]] for entry in description["sequences"]]
+    assert prompts == [*(question.replace("\n\n", "\n") for question in QUESTIONS), ""]
     assert description["sequences"][2]["name"].startswith("so \\boxed{42}")  # without a prompt, the trace's first words
 
 
 def test_a_page_holds_complete_sequences_up_to_its_size(tmp_path: Path) -> None:
     (run,) = read_reported(make_run(tmp_path / "run"))
     for most_tokens, expected in ((1, 1), (2 * len(IDS) - 1, 1), (2 * len(IDS), 2)):
-        description, _ = encode_recorded(run, most_tokens)
+        description, _ = encode_records(run, run.records, most_tokens)
         assert len(description["sequences"]) == expected and description["numRecorded"] == 2 * len(IDS)
 
 
@@ -151,51 +181,37 @@ def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> No
         (4, 2, "held out, correct"), (4, 4, "held out, correct"), (2, 1, "training data")
     ))  # fmt: skip
     broken = replace(trained, losses=trained.losses * np.float32("inf"))
-    followed = {1: [first, trained], 2: [third, broken]}
+    followed = {1: [first, replace(trained, num_supervised_tokens=2 * len(IDS))], 2: [third, broken], 3: [broken]}
     records = {1: [random_sequence(IDS, 0, seed=0)]}
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
-    description, blob = encode_followed(run, 10**6)
-    assert [(entry["group"], entry["source"], entry["id"]) for entry in description["sequences"]] == [
-        (1, "held out, correct", 4),
-        (1, "training data", 2),
-        (2, "held out, correct", 4),
+    description, _, _, codes = decode(run, run.followed)
+    n = len(IDS)
+    assert [(entry["group"], entry["source"], entry["id"], entry["note"]) for entry in description["sequences"]] == [
+        (1, "held out, correct", 4, f"Held out, not trained on: all of {n} tokens"),
+        (1, "training data", 2, f"Training data: the first {n} of {2 * n} tokens"),
+        (2, "held out, correct", 4, f"Held out, not trained on: all of {n} tokens"),
     ]
-    n = 3 * len(IDS)
-    packed = gzip.decompress(base64.b64decode(blob))
-    assert len(packed) == 13 * n
-    codes = np.frombuffer(packed[8 * n :], dtype=np.uint8).reshape(5, n)
-    traces = [first, trained, third]
     entropies = np.array(description["levels"]["entropy"])[codes[description["measures"].index("entropy")]]
-    assert np.abs(entropies - np.concatenate([entry.entropies for entry in traces])).max() < 0.05
-    relative = np.concatenate([entry.relative_weights for entry in traces])
-    assert np.abs(np.log(np.array(description["levels"]["weight"])[codes[0]] / relative)).max() < 0.1
-    cut, _ = encode_followed(run, 3 * 4)
-    assert [(entry["tokens"], entry["wholeTokens"]) for entry in cut["sequences"]] == [(4, len(IDS))] * 3
-    assert encode_followed(replace(run, followed=[]), 10**6) is None
+    assert np.abs(entropies - np.concatenate([one.entropies for one in (first, trained, third)])).max() < 0.05
+    expected = np.concatenate([one.relative_weights for record in run.followed for one in record.sequences])
+    assert np.abs(np.log(np.array(description["levels"]["weight"])[codes[0]] / expected)).max() < 0.1
 
 
-def test_the_colour_range_and_the_correlation_with_losses(tmp_path: Path) -> None:
+def test_the_colour_range_holds_nearly_all_weights(tmp_path: Path) -> None:
     (run,) = read_reported(make_run(tmp_path / "run"))
     (without,) = read_reported(make_run(tmp_path / "without", records=False))
-    powers = np.abs(np.log2(np.concatenate([s.relative_weights for s in run.records[0].sequences])))
-    assert np.median(powers) < weight_range([run]) < powers.max() and weight_range([without]) == 1.0
-    scipy_stats = pytest.importorskip("scipy.stats")
-    sequences = run.records[0].sequences
-    expected = scipy_stats.spearmanr(
-        *(np.concatenate([getattr(s, f) for s in sequences]) for f in ("utilities", "losses"))
-    )
-    assert correlate_with_losses(run) == pytest.approx(expected.statistic, abs=1e-9)
+    powers = np.abs(np.log2(np.concatenate([one.relative_weights for one in run.records[0].sequences])))
+    assert np.median(powers) < weight_range([run]) < powers.max() and weight_range([without]) <= 1.0
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
-    budgets = {"method": {"kl_budget": 0.1}}
     runs = read_reported(
         make_run(tmp_path / "a", seed=0),
         make_run(tmp_path / "b", seed=1, num_steps=3, track={"tags": ["second"], "trackers": ["tensorboard"]}),
-        make_run(tmp_path / "c", seed=0, **budgets),
+        make_run(tmp_path / "c", seed=0, method={"kl_budget": 0.1}),
         tmp_path / "a",
     )
     assert [run.name for run in runs] == ["a", "b", "c"]
@@ -206,62 +222,49 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     assert both.steps == [1, 2, 3] and both.values == pytest.approx([1.5, 0.75, 0.5])  # steps that both have
     assert both.bands[0][0] == pytest.approx([1, 0.5, 1 / 3], rel=1e-5) and both.bands[0][1][0] == 2
     assert single.steps == [1, 2, 3, 4] and single.bands == []
+    negative = [(np.concatenate([s.utilities for s in run.records[0].sequences]) < 0).mean() for run in runs[:2]]
     assert charts["negative"].series[0].steps == [2]
-    utilities = [np.concatenate([s.utilities for s in run.records[0].sequences]) for run in runs[:2]]
-    assert charts["negative"].series[0].values[0] == pytest.approx(
-        100 * np.mean([(u < 0).mean() for u in utilities]), rel=1e-5
-    )
-    middle, wide = charts["quantiles"].series[0].bands[1], charts["quantiles"].series[0].bands[0]
+    assert charts["negative"].series[0].values[0] == pytest.approx(100 * np.mean(negative), rel=1e-5)
+    wide, middle = charts["quantiles"].series[0].bands
     assert wide[0][0] < middle[0][0] < charts["quantiles"].series[0].values[0] < middle[1][0] < wide[1][0]
     assert charts["alpha"].is_constant() and "tau" not in charts  # not measured
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=3 * MOST_POINTS + 1, records=False)
-    (chart,) = (chart for chart in make_charts([Group("", read_reported(run))]) if chart.key == "loss")
-    assert len(chart.series[0].steps) == MOST_POINTS and chart.series[0].steps[-1] == 3 * MOST_POINTS + 1
+    (series,) = chart_of(run)["loss"].series
+    assert len(series.steps) == MOST_POINTS and series.steps[-1] == 3 * MOST_POINTS + 1
 
 
-def test_a_measure_that_no_list_names_gets_a_curve(tmp_path: Path) -> None:
-    lines = [step_line(step, utilisation=0.4 + step / 100, validation_loss_correct=1.0 / step) for step in (1, 2)]
-    runs = read_reported(write_run(tmp_path / "run", TOKENIZER, [line | {"$^{": line["step"]} for line in lines], {}))
-    charts = make_charts(group_runs(runs))
-    moving = [chart for chart in charts if not chart.is_constant()]
-    titles = {chart.key: (chart.title, chart.section) for chart in charts}
-    assert titles["utilisation"] == ("Utilisation", "Other measures")
-    assert titles["validation_loss_correct"] == ("Held-out loss, correct", "Learning")
-    assert len(write_pictures(runs, tmp_path / "pictures")) == 2 * len(moving)  # `$` begins no formula
-
-
-def test_curves_stand_in_the_order_of_interest(tmp_path: Path) -> None:
+def test_all_measures_have_curves_in_the_order_of_interest(tmp_path: Path) -> None:
     lines = [
-        step_line(step, validation_loss_b=1 / step, new=step, peak_memory_bytes=step << 30, learning_rate=1e-3 / step)
+        step_line(step, validation_loss_b=1 / step, peak_memory_bytes=step << 30, learning_rate=1e-3 / step)
+        | {"new_one": step, "$^{": step}
         for step in (1, 2)
     ]
-    (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, lines, {1: [random_sequence(IDS, 0, seed=0)]}))
-    keys = [chart.key for chart in make_charts([Group("", [run])])]
-    assert keys[:4] == ["loss", "validation_loss_b", "grad_norm", "learning_rate"] and keys[-1] == "new"
-    assert sorted(("weighted_loss", "negative", "seconds", "new"), key=keys.index) == [
-        "weighted_loss",
-        "negative",
-        "seconds",
-        "new",
-    ]
+    run = write_run(tmp_path / "run", TOKENIZER, lines, {1: [random_sequence(IDS, 0, seed=0)]})
+    charts = chart_of(run)
+    keys, sorted_keys = list(charts), ["weighted_loss", "negative", "seconds", "new_one"]
+    assert keys[:4] == ["loss", "validation_loss_b", "grad_norm", "learning_rate"]
+    assert sorted(sorted_keys, key=keys.index) == sorted_keys and charts["peak_memory_bytes"].series[0].values == [1, 2]
+    assert (charts["new_one"].title, charts["new_one"].section) == ("New one", "Other measures")
+    assert charts["validation_loss_b"].title == "Held-out loss b"
+    moving = [chart for chart in charts.values() if not chart.is_constant()]
+    written = write_pictures(read_reported(run), tmp_path / "pictures")  # `$` begins no formula
+    assert len(written) == 2 * len(moving)
 
 
 def test_adams_first_step_is_not_on_the_scale_of_the_others(tmp_path: Path) -> None:
     lines = [step_line(step, tau=0.9 if step == 1 else 0.01 / step, utility_mean=1.0 * step) for step in (1, 2, 3)]
-
-    def read_curve(name: str, key: str, **sections) -> tuple[list[int], str]:
-        run = write_run(tmp_path / name, TOKENIZER, lines, {}, optimizer={"gradient_clipping": 1.0}, **sections)
-        (chart,) = (chart for chart in make_charts(group_runs(read_reported(run))) if chart.key == key)
-        return chart.series[0].steps, chart.note
-
     adam = {"probe": {"direction": "adam", "clip": 1.0}}
-    steps, note = read_curve("adam", "tau", **adam)
-    assert steps == [2, 3] and "Without step 1" in note
-    assert read_curve("adam_alpha", "loss", **adam)[0] == [1, 2, 3]
-    assert read_curve("sgd", "tau") == ([1, 2, 3], "Mean over sequences")
+    for name, key, steps, note, sections in (
+        ("adam", "tau", [2, 3], "Mean over sequences. Without step 1", adam),
+        ("adam_alpha", "loss", [1, 2, 3], "Uniform cross-entropy", adam),
+        ("sgd", "tau", [1, 2, 3], "Mean over sequences", {}),
+    ):
+        run = write_run(tmp_path / name, TOKENIZER, lines, {}, optimizer={"gradient_clipping": 1.0}, **sections)
+        chart = chart_of(run)[key]
+        assert chart.series[0].steps == steps and chart.note.startswith(note)
 
 
 def test_constant_measures_are_shown_as_values(tmp_path: Path) -> None:
@@ -270,22 +273,19 @@ def test_constant_measures_are_shown_as_values(tmp_path: Path) -> None:
         labels = [group.label for group in groups]
         return {chart.key: chart.format_values(labels) for chart in make_charts(groups) if chart.is_constant()}
 
-    lines = [step_line(step, kl=0.05 + 1e-7 * step, peak_memory_bytes=2**30) for step in range(1, 5)]
-    first = write_run(tmp_path / "first", TOKENIZER, lines, {})
+    def write(name: str, kl: Callable[[int], float], num_steps: int = 4, **sections) -> Path:
+        lines = [step_line(step, kl=kl(step), peak_memory_bytes=2**30) for step in range(1, num_steps + 1)]
+        return write_run(tmp_path / name, TOKENIZER, lines, {}, **sections)
+
+    first = write("first", lambda step: 0.05 + 1e-7 * step)
     values = read_constants(first)
     assert {"alpha": "0.95", "kl": "0.05 nats", "peak_memory_bytes": "1 GiB"}.items() <= values.items()
     assert not {"loss", "grad_norm"} & values.keys()
-    changed = write_run(
-        tmp_path / "other", TOKENIZER, [line | {"kl": 0.1} for line in lines], {}, method={"kl_budget": 0.1}
-    )
-    assert read_constants(first, changed)["kl"] == "0.05 nats (kl_budget 0.05), 0.1 nats (kl_budget 0.1)"
-    assert read_constants(first, changed)["alpha"] == "0.95"
-    moving = write_run(
-        tmp_path / "moving", TOKENIZER, [line | {"kl": line["step"]} for line in lines], {}, run={"seed": 1}
-    )
-    assert "kl" not in read_constants(first, changed, moving)
-    one_step = write_run(tmp_path / "one_step", TOKENIZER, lines[:1], {})
-    assert read_constants(one_step) == {}
+    changed = write("other", lambda step: 0.1, method={"kl_budget": 0.1})
+    values = read_constants(first, changed)
+    assert (values["kl"], values["alpha"]) == ("0.05 nats (kl_budget 0.05), 0.1 nats (kl_budget 0.1)", "0.95")
+    assert "kl" not in read_constants(first, changed, write("moving", float, run={"seed": 1}))
+    assert read_constants(write("one_step", float, num_steps=1)) == {}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -300,63 +300,30 @@ def add_evaluation(run: Path, accuracy: float) -> Path:
     return run
 
 
-def test_the_results_of_one_run(tmp_path: Path) -> None:
-    runs = read_reported(add_evaluation(make_run(tmp_path / "run", lora={"rank": 4, "alpha": 8.0}), 0.425))
-    table = results_table(runs)
-    assert table.head == ["", "before", "after", "change"]
-    assert table.rows == [
-        ["held-out loss, a (nats)", "1.5000", "1.2500", "-0.2500"],
-        ["held-out loss, b (nats)", "–", "0.5000", "–"],  # data.validation_path changed when the run was resumed
-        ["training loss, first and last step (nats)", "1.0000", "0.2500", "-0.7500"],
-        ["accuracy, arithmetic (40 problems)", "–", "42.5%", "–"],
-    ]
-    assert summary(runs) == "some/model fine-tuned with vcore, LoRA of rank 4: 4 optimizer steps in 16 s."
-    assert "methods/sft.yaml" in explain_results(runs)
-    sft = read_reported(make_run(tmp_path / "sft", method={"name": "sft", "kl_budget": None}))
-    assert "methods/sft.yaml" not in explain_results(runs + sft) and "accuracy" in explain_results(runs + sft)
-    lines = [step_line(1, loss=None, seconds=5400.0, sequences=8, supervised_tokens=12345)]
-    environment = {"world_size": 2}
-    run = write_run(
-        tmp_path / "other", TOKENIZER, lines, {}, environment=environment, model={"path": "/models/some-model"}
-    )
-    assert results_table(read_reported(run)).rows == [["training loss, first and last step (nats)", "–", "–", "–"]]
-    assert summary(read_reported(run)) == (
-        "some-model fine-tuned with vcore, all parameters: 1 optimizer step, 8 sequences, 12,345 supervised tokens in "
-        "1 h 30 min on 2 ranks."
-    )
-
-
-def test_losses_of_another_normalization_have_another_name(tmp_path: Path) -> None:
+def test_the_results_of_several_runs(tmp_path: Path) -> None:
     """No row compares a mean over sequences with one over tokens; a file of an earlier version has the former."""
     token: dict[str, Any] = {"normalization": "token"}
-    add_evaluation(make_run(tmp_path / "a"), 0.5)
+    add_evaluation(make_run(tmp_path / "a", lora={"rank": 4, "alpha": 8.0}), 0.425)
     make_run(tmp_path / "b", method=token)
-    losses = {"before": {"a": 1.0}, "after": {"a": 0.5}} | token
-    (tmp_path / "b/held_out.json").write_text(json.dumps(losses))
-    runs = read_reported(tmp_path / "a", tmp_path / "b")
-    names = ("held-out loss, a (nats)", "held-out loss, a (nats, mean over tokens)",
-             "training loss, first and last step (nats, mean over tokens)")  # fmt: skip
+    (tmp_path / "b/held_out.json").write_text(json.dumps({"before": {"a": 1.0}, "after": {"a": 0.5}} | token))
+    lines = [step_line(1, loss=None, seconds=5400.0, sequences=8, supervised_tokens=12345)]
+    sections: dict[str, Any] = {"method": {"name": "sft", "kl_budget": None}, "environment": {"world_size": 2}}
+    write_run(tmp_path / "c", TOKENIZER, lines, {}, model={"path": "/models/other"}, **sections)
+    runs = read_reported(*(tmp_path / name for name in "abc"))
     table = results_table(runs)
-    assert [[row[table.head.index(name)] for name in names] for row in table.rows] == [
-        ["1.5000 → 1.2500", NOTHING, NOTHING],
-        [NOTHING, "1.0000 → 0.5000", "1.0000 → 0.2500"],
-    ]
-    assert "over sequences" in explain_results(runs) and "over all tokens" in explain_results(runs)
-    assert "over all tokens" not in explain_results(runs[:1])
-    (chart,) = [chart for chart in make_charts(group_runs(runs)) if chart.key == "loss"]
-    assert "method.normalization" in chart.note
-
-
-def test_the_results_of_several_runs(tmp_path: Path) -> None:
-    runs = read_reported(add_evaluation(make_run(tmp_path / "a"), 0.5), make_run(tmp_path / "b", seed=1))
-    table = results_table(runs)
-    names = ["held-out loss, a (nats)", "held-out loss, b (nats)", "training loss, first and last step (nats)"]
-    assert table.head == ["", "method", "seed", "steps", "training time", *names, "accuracy, arithmetic (40 problems)"]
+    assert table.head == ["", "a", "b", "c"]
+    training = ["vcore, 4 steps: 16s"] * 2 + ["sft, 1 step, 8 sequences, 12,345 tokens, 2 ranks: 1h30m"]
     assert table.rows == [
-        ["a", "vcore", "0", "4", "16 s", "1.5000 → 1.2500", "0.5000", "1.0000 → 0.2500", "50.0%"],
-        ["b", "vcore", "1", "4", "16 s", "–", "–", "2.0000 → 0.5000", "–"],
+        ["held-out loss, a (nats)", "1.5000 → 1.2500", NOTHING, NOTHING],
+        ["held-out loss, b (nats)", "– → 0.5000", NOTHING, NOTHING],  # validation_path changed when it was resumed
+        ["training loss, first and last step (nats)", "1.0000 → 0.2500", NOTHING, "– → –"],
+        ["accuracy, arithmetic (40 problems)", "42.5%", NOTHING, NOTHING],
+        ["training", *training],
+        ["held-out loss, a (nats, mean over tokens)", NOTHING, "1.0000 → 0.5000", NOTHING],
+        ["training loss, first and last step (nats, mean over tokens)", NOTHING, "1.0000 → 0.2500", NOTHING],
     ]
-    assert summary(runs) == "some/model fine-tuned with vcore."
+    assert summarize(runs) == "some/model, /models/other fine-tuned with vcore, sft."
+    assert "method.normalization" in chart_of(tmp_path / "a", tmp_path / "b")["loss"].note
 
 
 # ---- warnings and the page -------------------------------------------------------------------------------------------
@@ -382,15 +349,15 @@ def test_a_run_whose_tokenizer_is_elsewhere_has_its_curves(tmp_path: Path) -> No
     (run / "model").rename(tmp_path / "moved")
     (reported,) = read_reported(run)
     assert reported.texts is None and "--tokenizer" in reported.why_no_tables
-    (reported,) = read_runs([run], top=5, tokenizer_path=str(tmp_path / "moved"))
+    (reported,) = read_reported(run, tokenizer_path=str(tmp_path / "moved"))
     assert reported.texts is not None and reported.tables is not None
 
 
 def test_json_and_scripts_cannot_end_their_element() -> None:
     assert "<" not in as_json({"</script>": ["<!--", "\u2028"]}) and as_json(["<a"]) == '["\\u003ca"]'
     for name in SCRIPTS:
-        assert "</script" not in (SOURCES / name).read_text().lower()
-    assert "</style" not in (SOURCES / STYLE).read_text().lower()
+        assert "</script" not in (FILES / name).read_text().lower()
+    assert "</style" not in (FILES / STYLE).read_text().lower()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

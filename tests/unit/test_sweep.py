@@ -16,9 +16,8 @@ from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.setups import sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.sweep import _format_ranges, describe, run_here
-from vcore_ds.commands.sweep.cells import Sweep, load_sweep
-from vcore_ds.commands.sweep.folder import ATTEMPT, State, SweepFolder, begin_sweep, check_inputs, read_sweep_folder
+from vcore_ds.commands.sweep import begin_sweep, check_inputs, describe, run_here
+from vcore_ds.commands.sweep.folder import ATTEMPT, State, Sweep, SweepFolder, load_sweep, read_sweep_folder
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.problems import RecipeError
 
@@ -53,29 +52,17 @@ def load_changed(**changes: Any) -> Sweep:
     return load_sweep(write(**changes))
 
 
-def read_problems(**changes: Any) -> tuple[str, ...]:
-    with pytest.raises(RecipeError) as error:
-        load_changed(**changes)
-    return error.value.problems
-
-
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def test_a_grid_is_the_product_of_its_axes(folder: Path) -> None:
     sweep = load_changed(cells=None, grid=GRID, reference="sft", common=["run.log_every=7"])
     names = ["sft,learning_rate=0.1", "sft,learning_rate=1e-05", "vcore,learning_rate=0.1", "vcore,learning_rate=1e-05"]
-    assert list(sweep.references.items()) == [
-        (names[0], None),
-        (names[1], None),
-        (names[2], names[0]),
-        (names[3], names[1]),
-    ]
-    assert [run.name for run in sweep.runs] == [f"{name}/seed_{seed}" for name in names for seed in (1, 2)]
-    last = sweep.runs[-1].recipe
+    assert sweep.references == dict(zip(names, [None, None, *names[:2]], strict=True))
+    assert list(sweep.runs) == [f"{name}/seed_{seed}" for name in names for seed in (1, 2)]
+    first, *_, last = sweep.runs.values()
     assert (last.method.name, last.optimizer.learning_rate, last.run.seed, last.run.log_every) == ("vcore", 1e-5, 2, 7)
-    assert sweep.runs[0].recipe.method.name == "sft"
-    assert last.run.output_dir == "out/runs/vcore,learning_rate=1e-05/seed_2"
+    assert first.method.name == "sft" and last.run.output_dir == "out/runs/vcore,learning_rate=1e-05/seed_2"
 
 
 def test_a_list_of_cells_may_be_combined_with_a_grid(folder: Path) -> None:
@@ -83,75 +70,69 @@ def test_a_list_of_cells_may_be_combined_with_a_grid(folder: Path) -> None:
     assert sweep.references == {"kl_budget=0.1": "sft", "kl_budget=0.2": "sft", "sft": None}
 
 
-def test_a_recipe_instead_of_a_sweep_is_refused(folder: Path) -> None:
-    with pytest.raises(RecipeError, match="base.yaml: found a recipe; expected a sweep: .* line `recipe: base.yaml`"):
-        load_sweep(Path("base.yaml"))
-
-
-def test_all_problems_of_the_file_are_reported_at_once(folder: Path) -> None:
-    reported = read_problems(
-        recipe=3, output_dir=None, seeds=[1, 1], seed=4, cells={"a b": None, "c": "run.seed=3"}, grid={"x": [], "y": 3}
-    )
-    expected = [
-        "seed: found 4",
-        'cells.a b: found "a b"',
-        'cells.c: found "run.seed=3"; expected no run.seed',
-        "grid.x: found []",
-        "grid.y: found 3",
-        "seeds: found [1, 1]",
-        "recipe: found 3",
-        "output_dir: found nothing",
-    ]
-    (unknown,) = read_problems(reference="other")
-    assert 'reference: found "other"; expected' in unknown
-    assert len(reported) == len(expected)
-    for part in expected:
-        assert sum(part in problem for problem in reported) == 1, part
-    assert "mine.yaml:1: recipe" in "\n".join(reported)
+MANY = {f"axis_{i}": dict.fromkeys("abcdefghij") for i in range(20)}
+PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"recipe": 3, "output_dir": None, "seeds": [-1], "seed": 4, "cells": {"a b": None, "c": 3},
+         "grid": {"x": [], "y": 3}},
+        ["mine.yaml:1: recipe: found 3", "output_dir: found nothing", "seeds: found -1", "seed: found 4",
+         'cells.a b: found "a b"', 'cells.c: found 3', "grid.x: found []",
+         "grid.y: found 3"],
+    ),
+    ({"seeds": [1, 1]}, ["mine.yaml:3: seeds: found [1, 1]"]),
+    ({"reference": "other"}, ['reference: found "other"']),
+    ({"cells": None, "grid": MANY}, ["mine.yaml:4: grid: found 200,000,000,000,000,000,000 runs"]),
+    ({"cells": dict.fromkeys(map(str, range(5000)))}, ["cells: found 10,000 runs"]),
+    ({"grid": {"run.seed": [1, 2]}, "cells": None}, ["mine.yaml: seed=1, seed=2: found two cells"]),
+    ({"cells": {"a": None}, "grid": {"x": {"a": None}}}, ["mine.yaml:4: cells: found cells of one name"]),
+    ({"cells": {"a": None, "b": "method.kl_budget=0.05", "c": SFT}}, ["mine.yaml: a, b: found two cells"]),
+    # Before anything starts, all problems of all cells; one of all cells is reported once, without the cells.
+    (
+        {"cells": {"a": "optimizer.learning_rate=x", "b": ["method.kl_budgte=1", "absent.yaml"], "c": None}},
+        ["mine.yaml: a: override optimizer.learning_rate=x", "mine.yaml: b: absent.yaml: no"],
+    ),
+    ({"common": ["optimizer.learning_rate=x"]}, ["override optimizer.learning_rate=x"]),
+]  # fmt: skip
 
 
 @pytest.mark.timeout(60)
-def test_a_sweep_without_end_is_refused(folder: Path) -> None:
-    grid = {f"axis_{i}": dict.fromkeys("abcdefghij") for i in range(20)}
-    (problem,) = read_problems(cells=None, grid=grid)
-    assert "mine.yaml:" in problem and "grid: found 200,000,000,000,000,000,000 runs" in problem
-    (problem,) = read_problems(cells=dict.fromkeys(map(str, range(5000))))
-    assert "cells: found 10,000 runs" in problem
-    Path("mine.yaml").write_text("recipe: *nothing")
-    with pytest.raises(
-        RecipeError, match="mine.yaml:1:9: cannot be read as YAML: found undefined alias 'nothing'; exp"
-    ):
-        load_sweep(Path("mine.yaml"))
-
-
-def test_all_problems_of_all_cells_are_reported_before_anything_starts(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("changes", "expected"), PROBLEMS)
+def test_all_problems_are_reported_at_once(
+    folder: Path, changes: dict[str, Any], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = {"a": "optimizer.learning_rate=x", "b": ["method.kl_budgte=1", "absent.yaml"], "c": None}
-    reported = read_problems(cells=cells)
-    assert len(reported) == 2 and "mine.yaml: a: override optimizer.learning_rate=x" in reported[0]
-    assert "mine.yaml: b: absent.yaml: found no such file" in "\n".join(reported)
-    assert main(["sweep", str(write(cells=cells))]) == 2
-    assert "absent.yaml" in capsys.readouterr().err and not Path("out").exists()
-    # A problem of all cells is reported once, without the cells.
-    (common,) = read_problems(common=["optimizer.learning_rate=x"])
-    assert common.startswith("override optimizer.learning_rate=x")
+    with pytest.raises(RecipeError) as error:
+        load_changed(**changes)
+    for part in expected:
+        assert sum(part in problem for problem in error.value.problems) == 1, part
+    assert len(error.value.problems) >= len(expected)
+    assert main(["sweep", "mine.yaml"]) == 2
+    assert expected[0] in capsys.readouterr().err and not Path("out").exists()
 
 
-def test_sequence_parallel_sizes_need_not_divide_unknown_heads_or_ranks(
-    folder: Path,
-) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recipe: *nothing", "mine.yaml:1:9: cannot be read as YAML"),
+        ("model: {path: a}", "mine.yaml: found no sweep; .* `recipe: FILE`"),
+        ("- 1", "mine.yaml: found no sweep"),
+        ("recipe: a\nrecipe: b", "mine.yaml:2: recipe: found a second time"),
+        (None, "mine.yaml: found no such file"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused(folder: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        Path("mine.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_sweep("mine.yaml")
+
+
+def test_sequence_parallel_sizes_need_not_divide_unknown_heads_or_ranks(folder: Path) -> None:
     assert load_sweep(write(common=["batch.sequence_parallel=3"]), num_ranks=3).runs
     assert load_sweep(write(common=["batch.sequence_parallel=8", "probe.sequence_parallel=5"])).runs
     packed = ["data.cutoff_length=16384", "batch.pack_tokens_per_rank=4096"]
     assert load_sweep(write(common=packed)).runs
     with pytest.raises(RecipeError, match="batch.pack_tokens_per_rank: found"):
         load_sweep(write(common=[*packed, "batch.sequence_parallel=1"]), num_ranks=2)
-
-
-def test_two_names_of_one_recipe_are_refused(folder: Path) -> None:
-    (problem,) = read_problems(cells={"a": None, "b": "method.kl_budget=0.05", "c": SFT})
-    assert "a, b: found two cells with the same recipe" in problem
 
 
 def test_the_sweep_that_the_documentation_writes_loads(folder: Path) -> None:
@@ -175,27 +156,21 @@ def test_a_shipped_sweep_loads_from_any_folder(path: Path, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     sweep = load_sweep(path, num_ranks=4)
     assert sweep.folder == Path("runs/sweeps") / path.stem
-    assert {run.seed for run in sweep.runs} == {42, 43, 44}
+    assert {recipe.run.seed for recipe in sweep.runs.values()} == {42, 43, 44}
     compared = [reference for reference in sweep.references.values() if reference is not None]
     assert compared and all(sweep.references[reference] is None for reference in compared)
 
 
 def test_the_papers_numbers_are_in_the_shipped_sweeps() -> None:
-    recipes = {path.stem: {run.cell: run.recipe for run in load_sweep(path).runs} for path in SWEEPS}
-    pairs = {
-        (recipe.utility.epsilon, recipe.method.temperature)
-        for recipe in recipes["tau_epsilon"].values()
-        if recipe.method.name == "vcore"
-    }
+    recipes = {path.stem: load_sweep(path).runs.values() for path in SWEEPS}
+    vcore = {name: [recipe for recipe in some if recipe.method.name == "vcore"] for name, some in recipes.items()}
+    pairs = {(recipe.utility.epsilon, recipe.method.temperature) for recipe in vcore["tau_epsilon"]}
     assert pairs == {(1e-4, 5e3), (1e-4, 8e3), (1e-5, 5e4), (1e-5, 8e4)}
-    probes = {r.probe.batch_size for r in recipes["probe_batch"].values() if r.method.name == "vcore"}
-    assert probes == {4, 8, 16, 32}
-    settings = {
-        (r.method.name, r.batch.global_size, r.optimizer.learning_rate) for r in recipes["batch_and_rate"].values()
-    }
+    assert {recipe.probe.batch_size for recipe in vcore["probe_batch"]} == {4, 8, 16, 32}
+    settings = {(r.method.name, r.batch.global_size, r.optimizer.learning_rate) for r in recipes["batch_and_rate"]}
     changes = {(16, 2e-5), (64, 2e-5), (32, 1e-5), (32, 1e-4)}
     assert settings == {(method, *change) for method in ("sft", "dft", "vcore") for change in changes}
-    assert len(recipes["set_size"]) == 8 and len(recipes["optimizers"]) == 6
+    assert len(recipes["set_size"]) == 8 * 3 and len(recipes["optimizers"]) == 6 * 3
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -322,15 +297,6 @@ def test_a_model_that_is_incomplete_at_first_is_recorded_later(inputs: Path) -> 
     assert "model.path" in begin_sweep(load_changed(common=READING)).inputs
 
 
-def test_a_sweep_of_an_earlier_version_learns_its_inputs(inputs: Path) -> None:
-    sweep = begin_sweep(load_changed(common=READING))
-    path = Path("out/sweep.yaml")
-    values = yaml.safe_load(path.read_text())
-    del values["inputs"]
-    path.write_text(yaml.safe_dump(values))
-    assert begin_sweep(load_changed(common=READING)) == sweep
-
-
 def test_settings_that_change_no_numbers_may_change(folder: Path) -> None:
     begin_sweep(load_changed())
     begin_sweep(load_changed(common=["checkpoint.every_steps=7", "model.gradient_checkpointing=true"]))
@@ -343,9 +309,10 @@ def test_another_folder_is_left_alone(folder: Path) -> None:
         begin_sweep(load_changed())
     with pytest.raises(UserError, match="found no sweep.yaml there"):
         read_sweep_folder(Path("out"))
-    Path("out/sweep.yaml").write_text("cells: [")
-    with pytest.raises(UserError, match="out/sweep.yaml: is damaged"):
-        read_sweep_folder(Path("out"))
+    for text in ("cells: [", "cells: {}\nruns: []"):  # the latter as up to 0.7, without inputs
+        Path("out/sweep.yaml").write_text(text)
+        with pytest.raises(UserError, match="out/sweep.yaml: is damaged, or of another version"):
+            read_sweep_folder(Path("out"))
 
 
 def set_state(sweep: SweepFolder, run: str, log: str, code: int | None) -> None:
@@ -392,10 +359,6 @@ def test_a_run_that_another_process_finishes_meanwhile_is_left_alone(
     assert sweep.exit_code(sweep.runs[0]) is None and sweep.state(sweep.runs[0]) == State.DONE
 
 
-def test_tasks_of_an_array_are_written_as_ranges() -> None:
-    assert _format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and _format_ranges([3]) == "3"
-
-
 def test_misuse_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--slurm"], "found no launch_scripts/slurm/sweep.slurm here; submit from the repository"),
@@ -404,15 +367,6 @@ def test_misuse_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert main(["sweep", str(write()), *words]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_malformed_options_for_sbatch_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "launch_scripts/slurm").mkdir(parents=True)
-    (tmp_path / "launch_scripts/slurm/sweep.slurm").touch()
-    assert main(["sweep", str(write()), "--slurm", "--sbatch=--comment='two words"]) == 2
-    assert '--sbatch: found "--comment=\'two words": No closing quotation' in capsys.readouterr().err
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

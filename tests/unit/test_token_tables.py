@@ -7,7 +7,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.report.tokens import (
+    KIND,
     KINDS,
+    POSITION,
+    SOURCE,
     Row,
     TokenTables,
     TokenTexts,
@@ -55,7 +58,17 @@ def make_record(step: int, *sequences: SequenceTokens, first_trusted_id: int | N
 
 
 def tabulate(*records: TokenRecord, top: int = 15, min_count: int | None = 1) -> TokenTables:
-    return make_tables(records, LETTERS, top=top, min_count=min_count)
+    texts = TokenTexts(LETTERS, [sequence for record in records for sequence in record.sequences])
+    return make_tables(records, texts, top=top, min_count=min_count)
+
+
+def find_extremes(tables: TokenTables, name: str = "Tokens") -> list[list[Row]]:
+    """Those that gained, and those that lost."""
+    return [tables.extremes[f"{name} that {end} most weight"] for end in ("gained", "lost")]
+
+
+def list_names(rows: list[Row]) -> list[str]:
+    return [row.name for row in rows]
 
 
 def read_values(row: Row) -> list[float | None]:
@@ -77,7 +90,7 @@ def test_a_sequence_counts_by_its_share_and_not_by_its_length() -> None:
     result = tabulate(make_record(1, long, short))
     assert (result.num_sequences, result.num_tokens, result.steps) == (2, 6, [1])
     assert result.relative_weight == pytest.approx(1.0)
-    gained, lost = index_by_name(result.tokens.gained), index_by_name(result.tokens.lost)
+    gained, lost = map(index_by_name, find_extremes(result))
     assert list(gained) == ["' c'", "' a'"] and list(lost) == ["' b'"]
     # ' a': U = 1/8 + 1/4, W = 2.5/8 + 0.5/4, utility (4/8 + 2/4) / U, loss (2/8 + 4/4) / U
     assert read_values(gained["' a'"]) == pytest.approx([0.4375 / 0.375, 0.4375, 0.375, 1 / 0.375, 1.25 / 0.375])
@@ -90,27 +103,31 @@ def test_records_of_different_shares_of_a_batch_count_equally() -> None:
     # A record that holds a tenth of its batch: shares are those of the batch.
     part = make_record(1, make_sequence(" a b", [0.5, 1.5], share=0.1, uniform_share=0.1))
     full = make_record(9, make_sequence(" a b", [1.5, 0.5], share=1.0, uniform_share=1.0))
-    words = index_by_name(tabulate(part, full).kinds)["word"]
-    assert read_values(words) == pytest.approx([1.0, 1.0, 1.0, None, 1.0])
-    rose = tabulate(part, full).tokens.rose
-    assert [(row.name, row.first_third, row.last_third) for row in rose] == [("' a'", 0.5, 1.5)]
-    assert [row.name for row in tabulate(part, full).tokens.fell] == ["' b'"]
-    assert (tabulate(part, full).first_third, tabulate(part, full).last_third) == ([1], [9])
-    assert tabulate(part).first_third == [] and tabulate(part).tokens.rose == []
-    seven_records = tabulate(*(make_record(step, make_sequence(" a b", [0.5, 1.5])) for step in range(1, 8)))
-    assert (seven_records.first_third, seven_records.last_third) == ([1, 2], [6, 7])
+    tables = tabulate(part, full)
+    assert read_values(index_by_name(tables.groups[KIND])["word"]) == pytest.approx([1.0, 1.0, 1.0, None, 1.0])
+    assert (tables.steps, tables.num_in_third, tabulate(part).num_in_third) == ([1, 9], 1, 0)
+
+
+def test_thirds_of_the_records_have_weights_of_their_own() -> None:
+    weights = ([0.5, 1.5], [0.5, 1.5], [1.0, 1.0], [1.0, 1.0], [1.2, 0.8], [1.5, 0.5], [1.7, 0.3])
+    records = [make_record(step, make_sequence(" a b", relative)) for step, relative in enumerate(weights, start=1)]
+    assert tabulate(*records).num_in_third == 2
+    (a,), _ = find_extremes(tabulate(*records))
+    assert (a.name, a.first_third, a.last_third) == ("' a'", pytest.approx(0.5), pytest.approx(1.6))
+    (alone,), _ = find_extremes(tabulate(records[0]))
+    assert (alone.name, alone.first_third, alone.last_third) == ("' b'", None, None)
 
 
 def test_the_factor_of_a_sequence_is_part_of_its_weight() -> None:
     result = tabulate(
         make_record(1, make_sequence(" a", share=0.8, i=2), make_sequence(" b", share=0.2, i=5), first_trusted_id=5),
     )
-    assert [(row.name, row.relative_weight) for row in result.sources] == [
+    assert [(row.name, row.relative_weight) for row in result.groups[SOURCE]] == [
         ("training data", pytest.approx(1.6)),
         ("trusted pool", pytest.approx(0.4)),
     ]
-    assert [row.count for row in result.sources] == [1, 1]
-    assert tabulate(make_record(1, make_sequence(" a"), first_trusted_id=5)).sources == []
+    assert [row.count for row in result.groups[SOURCE]] == [1, 1]
+    assert tabulate(make_record(1, make_sequence(" a"), first_trusted_id=5)).groups.keys() == {KIND, POSITION}
     assert not are_uniform([make_record(1, make_sequence(" a", share=0.8))])
     assert are_uniform([make_record(1, make_sequence(" a b c d"))])
 
@@ -118,53 +135,47 @@ def test_the_factor_of_a_sequence_is_part_of_its_weight() -> None:
 def test_where_weights_are_no_distribution_gained_means_above_the_mean() -> None:
     result = tabulate(make_record(1, make_sequence(" a b", [0.8, 0.4])))  # as dft's, the probabilities
     assert result.relative_weight == pytest.approx(0.6)
-    assert [row.name for row in result.tokens.gained] == ["' a'"]
-    assert result.tokens.gained[0].share_of_weight == pytest.approx(2 / 3)
-    assert [row.name for row in result.tokens.lost] == ["' b'"]
+    gained, lost = find_extremes(result)
+    assert list_names(gained) == ["' a'"] and gained[0].share_of_weight == pytest.approx(2 / 3)
+    assert list_names(lost) == ["' b'"]
 
 
 def test_rare_tokens_are_left_out_and_lists_are_cut() -> None:
     text = " a" * 3 + " b" * 2 + " c" * 4
     weights = [1.2] * 3 + [2.0] * 2 + [0.6] * 4
     result = tabulate(make_record(1, make_sequence(text, weights)), min_count=3)
-    assert [row.name for row in result.tokens.gained] == ["' a'"] and [row.name for row in result.tokens.lost] == [
-        "' c'"
-    ]
-    assert result.min_count == 3
-    assert [row.name for row in tabulate(make_record(1, make_sequence(text, weights)), top=1).tokens.gained] == ["' b'"]
+    assert [list_names(rows) for rows in find_extremes(result)] == [["' a'"], ["' c'"]] and result.min_count == 3
+    gained, _ = find_extremes(tabulate(make_record(1, make_sequence(text, weights)), top=1))
+    assert list_names(gained) == ["' b'"]
     assert [default_min_count(n) for n in (10, 30_000, 1_500_000)] == [5, 6, 300]
 
 
 def test_positions_are_deciles_of_the_trace() -> None:
     result = tabulate(make_record(1, make_sequence(" a" * 20, [2.0, 2.0, *[0.5] * 6, *[1.0] * 12])))
-    assert [row.name for row in result.positions] == [f"{10 * k} to {10 * k + 10}%" for k in range(10)]
-    assert [row.relative_weight for row in result.positions] == pytest.approx([2.0] + [0.5] * 3 + [1.0] * 6)
-    assert [row.count for row in result.positions] == [2] * 10
-    assert [row.name for row in tabulate(make_record(1, make_sequence(" a b", [1.5, 0.5]))).positions] == [
-        "0 to 10%",
-        "50 to 60%",
-    ]
+    assert list_names(result.groups[POSITION]) == [f"{10 * k} to {10 * k + 10}%" for k in range(10)]
+    assert [row.relative_weight for row in result.groups[POSITION]] == pytest.approx([2.0] + [0.5] * 3 + [1.0] * 6)
+    assert [row.count for row in result.groups[POSITION]] == [2] * 10
+    few = tabulate(make_record(1, make_sequence(" a b", [1.5, 0.5])))
+    assert list_names(few.groups[POSITION]) == ["0 to 10%", "50 to 60%"]
 
 
 def test_phrases_consist_of_words_not_tokens() -> None:
     # Words: ab, c, ab, c, d; "ab" is two tokens.
     result = tabulate(make_record(1, make_sequence(" ab c ab c d", [2, 1, 3, 1, 0, 1, 0])), min_count=2)
-    (phrase,) = [*result.phrases.gained, *result.phrases.lost]
+    (phrase,), _ = find_extremes(result, "Phrases")
     assert (phrase.name, phrase.count) == ("ab c", 2)
     assert phrase.relative_weight == pytest.approx((2 + 1 + 3 + 1 + 0 + 1) / 6)
     assert phrase.share_of_tokens == pytest.approx(6 / 7)
-    uniform = tabulate(make_record(1, make_sequence(" ab c ab c d"))).phrases
-    assert uniform.gained == uniform.lost == []
+    assert find_extremes(tabulate(make_record(1, make_sequence(" ab c ab c d"))), "Phrases") == [[], []]
 
 
 def find_phrases(*texts: str, min_count: int = 1) -> set[str]:
     """All phrases of texts that gained weight at the cost of one without phrases."""
     made = [make_sequence(text, share=0.8, i=i) for i, text in enumerate(texts)]
-    phrases = tabulate(
-        make_record(1, *made, make_sequence(" z", share=0.1, i=len(texts))), top=100, min_count=min_count
-    ).phrases
-    assert phrases.lost == []
-    return {row.name for row in phrases.gained}
+    record = make_record(1, *made, make_sequence(" z", share=0.1, i=len(texts)))
+    gained, lost = find_extremes(tabulate(record, top=100, min_count=min_count), "Phrases")
+    assert lost == []
+    return set(list_names(gained))
 
 
 def test_a_phrase_that_only_occurs_within_a_longer_one_is_left_out() -> None:
@@ -185,8 +196,8 @@ def test_a_phrase_does_not_cross_a_line_a_sentence_or_a_sequence() -> None:
 
 def test_a_phrase_does_not_cross_turns() -> None:
     apart = make_sequence(" a b c d", [2.0, 1.5, 0.3, 0.2], positions=[3, 4, 9, 10])
-    phrases = tabulate(make_record(1, apart)).phrases
-    assert [row.name for row in phrases.gained] == ["a b"] and [row.name for row in phrases.lost] == ["c d"]
+    extremes = find_extremes(tabulate(make_record(1, apart)), "Phrases")
+    assert [list_names(rows) for rows in extremes] == [["a b"], ["c d"]]
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -218,9 +229,9 @@ def test_tokens_inside_a_box_are_counted_separately() -> None:
         texts.texts[i] for i, ok in zip(recorded.token_ids.tolist(), texts.read(recorded).in_answer, strict=True) if ok
     ]
     assert "".join(inside) == "7+{b}"
-    row = index_by_name(tabulate(make_record(1, recorded)).kinds)[r"inside \boxed{}"]
-    assert row.count == 5
-    assert sum(r.count for r in tabulate(make_record(1, recorded)).kinds) == len(recorded) + 5  # of a kind too
+    kinds = tabulate(make_record(1, recorded)).groups[KIND]
+    assert index_by_name(kinds)[r"inside \boxed{}"].count == 5
+    assert sum(row.count for row in kinds) == len(recorded) + 5  # of a kind too
 
 
 def test_a_word_of_split_characters_is_one_word() -> None:
@@ -247,4 +258,4 @@ def test_the_first_space_is_restored_for_tokenizers_that_strip_it() -> None:
 def test_a_tokenizer_without_the_recorded_tokens_is_refused() -> None:
     recorded = make_sequence(" a<|im_end|>")
     with pytest.raises(UserError, match=r"found token \d+ in the records, and a tokenizer with \d+ tokens"):
-        make_tables([make_record(1, recorded)], make_tokenizer(special_tokens=["<|im_end|>"], pad=None))
+        TokenTexts(make_tokenizer(special_tokens=["<|im_end|>"], pad=None), [recorded])

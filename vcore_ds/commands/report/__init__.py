@@ -3,27 +3,21 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vcore_ds.commands.arguments import positive
 from vcore_ds.commands.sweep.folder import is_sweep
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.run_folder import REPORT
 
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from vcore_ds.commands.report.read import TokenOptions
-
 HELP = "show what runs learnt, token weights, curves and costs, as HTML or text"
 DESCRIPTION = (
-    "Write one self-contained HTML file that needs no network: losses before and after training, the recorded tokens "
-    "coloured by weight, the tokens and phrases that gained and lost most weight, utility against loss, learning "
-    "curves, time by phase, recipe and environment. With --text, print its tables instead. Several runs are shown side "
-    "by side; runs that differ only in the seed share one curve, their mean with a min-max band. For a sweep's folder "
-    "it adds tables over seeds with 95% intervals, prints them, and, unless --output is given, writes them to "
-    "report.md in that folder. Needs no GPU, training data or model weights. docs/reading-a-report.md explains the "
-    "plots and token tables, docs/sweeps.md the sweep tables. Example: vcore-ds report runs/a runs/b --output a.html"
+    "Write one self-contained HTML file that needs no network: losses, recorded tokens coloured by weight, the tokens "
+    "and phrases that gained and lost most weight, curves, times, recipe and environment. With --text, print its "
+    "tables instead. Several runs are shown side by side; those that differ only in the seed share one curve, their "
+    "mean with a min-max band. For a sweep's folder it adds tables over seeds, prints them, and, unless --output is "
+    "given, writes them to report.md in that folder. Needs no GPU, training data or model weights. "
+    "docs/reading-a-report.md, docs/sweeps.md. Example: vcore-ds report runs/a runs/b --output a.html"
 )
 
 
@@ -31,25 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a sweep's")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--text", action="store_true", help="print the tables, and write no HTML file")
+    form.add_argument("--text", action="store_true", dest="as_text", help="print the tables, and write no HTML file")
     page = f"the HTML file to write, the only one besides --png (default: {REPORT} in the folder of the first RUN)"
     form.add_argument("--output", type=Path, metavar="FILE", help=page)
     add("--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG and PDF (needs matplotlib)")
-    top = "length of the lists of tokens and phrases; a third of it for those that rose or fell (default 15)"
-    add("--top", type=positive, default=15, metavar="N", help=top)
+    add("--top", type=positive, default=15, metavar="N", help="length of the lists of tokens and phrases (default 15)")
     rare = "omit tokens and phrases with fewer occurrences (default: 1 in 5,000 recorded tokens, at least 5)"
     add("--min-count", type=positive, metavar="N", help=rare)
-    add("--step", type=positive, metavar="N", help="show only the tokens recorded at optimizer step N (default: all)")
-    add("--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, else its model.path)")
+    tokenizer = "folder or hub id (default: the run's result, else its model.path)"
+    add("--tokenizer", dest="tokenizer_path", metavar="PATH", help=tokenizer)
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
     # argparse ends the list of runs at the first option; cli.parse collects the rest.
     runs = [Path(run) for run in [*arguments.runs, *arguments.overrides]]
-    tokens = {"top": arguments.top, "min_count": arguments.min_count, "step": arguments.step}
-    output = {"as_text": arguments.text, "output": arguments.output, "png": arguments.png}
-    for path in write_report(runs, **output, **tokens, tokenizer_path=arguments.tokenizer):
+    names = ("as_text", "output", "png", "top", "min_count", "tokenizer_path")
+    for path in write_report(runs, **{name: getattr(arguments, name) for name in names}):
         print(path)
 
 
@@ -59,18 +51,21 @@ def write_report(
     as_text: bool = False,
     output: Path | None = None,
     png: Path | None = None,
-    **options: "Unpack[TokenOptions]",
+    top: int = 15,
+    min_count: int | None = None,
+    tokenizer_path: str | None = None,
 ) -> list[Path]:
     """Write the page, or print the text, of runs or of a sweep; return the written paths, the page's first. A sweep's
     tables are printed, and without `output` also written beside the page as Markdown; with it no other file is written,
-    because that could be the user's. `png`: folder for the curves as pictures. Raises UserError where a folder holds no
-    run or a damaged one, or a file cannot be written."""
-    from vcore_ds.commands.report.curves import write_pictures
-    from vcore_ds.commands.report.read import read_runs
+    because that could be the user's. `png`: folder for the curves as pictures; `top`: length of the lists of tokens;
+    `min_count`: least occurrences in them, None for 1 in 5,000 tokens, at least 5; `tokenizer_path`: None for that of
+    each run. Raises UserError where a folder holds no run or a damaged one, or a file cannot be written."""
+    from vcore_ds.commands.report.runs import read_runs, write_pictures
     from vcore_ds.commands.report.tables import make_page
     from vcore_ds.commands.sweep.scaling import finished_runs, sweep_markdown, sweep_section
     from vcore_ds.common.paths import write_text, writing
 
+    options: dict[str, Any] = {"top": top, "min_count": min_count, "tokenizer_path": tokenizer_path}
     sections, title, markdown = [], None, None
     sweeps = [folder for folder in folders if is_sweep(folder)]
     if not sweeps:

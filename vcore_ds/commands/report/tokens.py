@@ -1,21 +1,15 @@
 """Tokens that gained and lost weight: recorded tokens, aggregated by token, phrase, kind, position and source.
 
-Means weight tokens as uniform training does. `U` is a token's weight in the uniform loss of its batch (`1 / (|B| n_i)`,
-or `1 / N` with `method.normalization: token`), `W` the weight that training gave it (`q[i,t]` times the sequence's
-share), both scaled so that the `U` of a record sum to 1. A group of tokens has
-
-- relative weight `sum W / sum U`: 1 is the uniform weight;
-- share of weight `sum W`, and share of tokens `sum U`, of all recorded tokens;
-- mean utility `sum U s / sum U`, and mean loss `sum U l / sum U`.
-
-All records count the same. Alpha, which scales all tokens of a batch, is left out.
+`U` is a token's share of the uniform loss of its batch, `W` its share of the weighted loss, both scaled so that the `U`
+of a record sum to 1; docs/reading-a-report.md defines the columns by them.
 """
 
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -37,22 +31,8 @@ _OPERATORS = frozenset("+-*/=<>^_|&~%·×÷±")
 _LATEX = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z\s])")
 _ANSWERS = re.compile(r"\n(assistant|model)\Z")
 _WORD = re.compile(r"\S+")
-_BREAK = re.compile("\n")
 _SENTENCE_ENDS = ".!?:;"
 _EDGES = ".,;:!?()[]\"'“”‘’*"  # punctuation that is stripped from the ends of words
-
-
-@dataclass(frozen=True, eq=False)
-class SequenceTexts:
-    """The text of one sequence's tokens. Arrays of tokens are in the sequence's order."""
-
-    kinds: np.ndarray  # int8 [n_i], index in `KINDS`
-    in_answer: np.ndarray  # bool [n_i], tokens inside `\boxed{...}`
-    words: list[str]  # words, separated by white space, without punctuation at their ends
-    word_of_token: np.ndarray
-    """int64 [n_i], index in `words` of the word with the token's first visible character; -1 for none"""
-    sentences: np.ndarray
-    """int64 [len(words)], sentence number of each word, ascending; a line break also ends a sentence"""
 
 
 class TokenSequence(Protocol):
@@ -63,6 +43,18 @@ class TokenSequence(Protocol):
 
     @property
     def positions(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTexts:
+    """The text of one sequence's tokens. Arrays of tokens are in the sequence's order."""
+
+    kinds: np.ndarray  # int8 [n_i], index in `KINDS`
+    in_answer: np.ndarray  # bool [n_i], tokens inside `\boxed{...}`
+    words: list[str]  # words, separated by white space, without punctuation at their ends
+    begins_sentence: list[bool]  # of each word; a line break also ends a sentence
+    word_of_token: np.ndarray
+    """int64 [n_i], index in `words` of the word with the token's first visible character; -1 for none"""
 
 
 class TokenTexts:
@@ -77,64 +69,61 @@ class TokenTexts:
                 "one that the run was trained with"
             )
         self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
         # Decode behind a letter: some tokenizers drop the leading space of a text's first token.
-        before = tokenizer.encode("a", add_special_tokens=False)
-        start = len(self._decode(before))
-        self._before, self._start = before, start
-        self.texts: dict[int, str] = {i: self._decode([*before, i])[start:] for i in ids}
+        self._before: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        self._start = len(self._decode(self._before))
+        self.texts: dict[int, str] = {i: self._decode_behind([i]) for i in ids}
         """Token id -> text, for the tokens in the sequences."""
-        special = set(tokenizer.all_special_ids)
-        self._special = special
-        self._kinds = {i: KINDS.index("special" if i in special else _classify(text)) for i, text in self.texts.items()}
+        kinds = {i: "special" if i in self._special else _classify(text) for i, text in self.texts.items()}
+        self._kinds = {i: KINDS.index(kind) for i, kind in kinds.items()}
 
     def read(self, sequence: TokenSequence) -> SequenceTexts:
         ids = sequence.token_ids.tolist()
         # Special tokens separate words, and so do gaps: turns of the user, which are not recorded.
-        follows = np.diff(sequence.positions, prepend=sequence.positions[0] - 1) == 1
+        gaps = (np.diff(sequence.positions, prepend=sequence.positions[0] - 1) != 1).tolist()
         pieces = ["\n" if i in self._special else self.texts[i] for i in ids]
-        gaps = [0 if here else 1 for here in follows.tolist()]
         text = "".join("\n" * gap + piece for gap, piece in zip(gaps, pieces, strict=True))
         ends = np.cumsum([gap + len(piece) for gap, piece in zip(gaps, pieces, strict=True)])
         starts = ends - [len(piece) for piece in pieces]
-        # Position of each token's first visible character.
+        # Position of each token's first visible character, in tokens that have one.
         visible = starts + [len(piece) - len(piece.lstrip()) for piece in pieces]
+        is_visible = visible < ends
 
         kinds = np.array([self._kinds[i] for i in ids], dtype=np.int8)
-        commands = _within(visible, [match.span() for match in _LATEX.finditer(text)])
-        kinds[commands & (visible < ends)] = KINDS.index("LaTeX command")
+        is_command = np.zeros(len(text) + 1, dtype=np.bool_)  # of each character
+        for match in _LATEX.finditer(text):
+            is_command[match.start() : match.end()] = True
+        kinds[is_command[visible] & is_visible] = KINDS.index("LaTeX command")
         in_answer = np.zeros(len(ids), dtype=np.bool_)
         for begin, end in find_answer_spans(text):
             in_answer |= (starts < end) & (ends > begin)
 
-        spans = [match.span() for match in _WORD.finditer(text)]
-        word_starts = np.array([begin for begin, _ in spans], dtype=np.int64)
-        word_of_token = np.where(visible < ends, np.searchsorted(word_starts, visible, side="right") - 1, -1)
-        breaks = [match.start() for match in _BREAK.finditer(text)]
-        words = [text[begin:end] for begin, end in spans]
-        ends_sentence = [0, *(word[-1] in _SENTENCE_ENDS for word in words)][: len(words)]
-        sentences = np.searchsorted(breaks, word_starts) + np.cumsum(ends_sentence, dtype=np.int64)
+        matches = list(_WORD.finditer(text))
+        words = [match.group() for match in matches]
+        word = np.searchsorted([match.start() for match in matches], visible, side="right") - 1
+        word_of_token = np.where(is_visible, word, -1)
+        begins_sentence = [True] * bool(words)
+        for before, after in pairwise(matches):
+            begins_sentence.append(before.group()[-1] in _SENTENCE_ENDS or "\n" in text[before.end() : after.start()])
         for number in [k for k, word in enumerate(words) if BROKEN in word]:
-            tokens = np.flatnonzero(word_of_token == number)
-            words[number] = self._decode([ids[t] for t in tokens]).strip()
+            words[number] = self._decode([ids[t] for t in np.flatnonzero(word_of_token == number)]).strip()
         words = [word.strip(_EDGES) or word for word in words]
-        return SequenceTexts(kinds, in_answer, words, word_of_token, sentences)
+        return SequenceTexts(kinds, in_answer, words, begins_sentence, word_of_token)
 
     def read_pieces(self, sequence: TokenSequence) -> list[str]:
         """The visible text of each token. If several tokens form one character, the first has it and the others are
         empty."""
         ids = sequence.token_ids.tolist()
         pieces = [self.texts[i] for i in ids]
-        place = 0
-        while place < len(ids):
-            end = place + 1
-            if BROKEN in pieces[place]:
-                for longer in range(place + 2, min(place + MOST_TOKENS_OF_CHARACTER, len(ids)) + 1):
-                    text = self._decode([*self._before, *ids[place:longer]])[self._start :]
-                    if BROKEN not in text:
-                        end = longer
-                        pieces[place:end] = [text, *[""] * (end - place - 1)]
-                        break
-            place = end
+        for place in range(len(ids)):
+            if BROKEN not in pieces[place]:
+                continue
+            for end in range(place + 2, min(place + MOST_TOKENS_OF_CHARACTER, len(ids)) + 1):
+                text = self._decode_behind(ids[place:end])
+                if BROKEN not in text:
+                    pieces[place:end] = [text, *[""] * (end - place - 1)]
+                    break
         return pieces
 
     def read_prompt(self, sequence: SequenceTokens) -> str:
@@ -145,9 +134,12 @@ class TokenTexts:
         text = _ANSWERS.sub("", re.sub(r"\n\s*\n", "\n", text.strip()))
         return "… " * (len(sequence.prompt_ids) == MOST_PROMPT_TOKENS) + text
 
+    def _decode_behind(self, ids: list[int]) -> str:
+        return self._decode([*self._before, *ids])[self._start :]
+
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # decode returns a list for a batch only
+        assert isinstance(text, str)
         return text
 
 
@@ -165,19 +157,10 @@ def _classify(text: str) -> str:
     return "punctuation" if any(category[0] in "PS" and BROKEN not in text for category in categories) else "other"
 
 
-def _within(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Whether each place lies in one of the spans, which are disjoint and ascending, bool."""
-    if not spans:
-        return np.zeros(len(places), dtype=np.bool_)
-    begins, ends = np.array(spans).T
-    number = np.searchsorted(begins, places, side="right") - 1
-    return (number >= 0) & (places < ends[number])
-
-
+KIND, POSITION, SOURCE = "kind of token", "position in the trace", "source of the sequence"
 IN_ANSWER = "inside \\boxed{}"
 SOURCES = ("training data", "trusted pool")
 LONGEST_PHRASE = 4  # maximum words of a phrase; the minimum is 2
-FEWEST = 5  # lower bound of `default_min_count`
 UNIFORM_TOLERANCE = 1e-4  # rounding error of a relative weight of 1
 
 
@@ -198,32 +181,20 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Extremes:
-    """The most extreme of the groups that occur often enough, in descending order."""
-
-    gained: list[Row]  # relative weight above the mean of all tokens
-    lost: list[Row]
-    rose: list[Row]  # relative weight increased from the first to the last third of the records
-    fell: list[Row]
-
-
-@dataclass(frozen=True)
 class TokenTables:
     """Tables over the records of a run."""
 
     steps: list[int]
-    first_third: list[int]  # steps of the records in the first third; empty for fewer than 2 records
-    last_third: list[int]
+    num_in_third: int  # records in the first and in the last third; 0 for a single record
     num_sequences: int
     num_tokens: int
     min_count: int
     relative_weight: float
     """Relative weight of all tokens: 1 if the weights are a distribution; the mean probability for dft."""
-    tokens: Extremes
-    phrases: Extremes
-    kinds: list[Row]  # each kind that occurs, then `IN_ANSWER`, whose tokens are also counted by kind
-    positions: list[Row]  # deciles of the trace
-    sources: list[Row]  # empty if all sequences have the same source
+    extremes: dict[str, list[Row]]
+    """By title, such as `Tokens that gained most weight`: those that occur often enough, the most extreme first."""
+    groups: dict[str, list[Row]]
+    """`KIND`, with `IN_ANSWER`, whose tokens are also counted by kind; `POSITION`; `SOURCE`, if there are several."""
 
 
 def are_uniform(records: Sequence[TokenRecord]) -> bool:
@@ -235,49 +206,45 @@ def are_uniform(records: Sequence[TokenRecord]) -> bool:
     )
 
 
-def default_min_count(num_tokens: int) -> int:
-    """1 in 5,000 of the recorded tokens, at least 5: the weight of a rarer token depends on single occurrences."""
-    return max(FEWEST, num_tokens // 5000)
-
-
 def make_tables(
-    records: Sequence[TokenRecord], tokenizer: "PreTrainedTokenizerBase", *, top: int = 15, min_count: int | None = None
+    records: Sequence[TokenRecord], texts: TokenTexts, *, top: int = 15, min_count: int | None = None
 ) -> TokenTables:
     """Make the tables of a run's records, at least one. `top`: maximum length of the lists; `min_count`: minimum
-    occurrences in them, None for `default_min_count`. Raises UserError where the tokenizer lacks recorded tokens."""
+    occurrences in them, None for 1 in 5,000 tokens, at least 5, since the weight of a rarer one depends on single
+    occurrences."""
     flat = [(record, sequence) for record in records for sequence in record.sequences]
-    texts = TokenTexts(tokenizer, [sequence for _, sequence in flat])
     read = [texts.read(sequence) for _, sequence in flat]
-    sums = _Sums.from_records(records)
-    least = default_min_count(len(sums.part)) if min_count is None else min_count
-    overall = sums.weight / sums.uniform
+    num_in_third = max(1, len(records) // 3) if len(records) > 1 else 0
+    sums = _sum_terms(records, num_in_third)
+    least = max(5, len(sums.third) // 5000) if min_count is None else min_count
+    overall = float(sums.totals[1] / sums.totals[0])
 
     ids, token = np.unique(np.concatenate([sequence.token_ids for _, sequence in flat]), return_inverse=True)
-    kinds = np.concatenate([one.kinds for one in read]).astype(np.int64)
-    in_answer = np.concatenate([one.in_answer for one in read]).astype(np.int64)
+    kinds, in_answer = (np.concatenate([getattr(one, name) for one in read]) for name in ("kinds", "in_answer"))
     deciles = np.concatenate([10 * np.arange(len(sequence)) // len(sequence) for _, sequence in flat])
-    is_trusted = [[record.is_trusted(sequence)] * len(sequence) for record, sequence in flat]
+    is_trusted = np.repeat([record.is_trusted(one) for record, one in flat], [len(one) for _, one in flat])
 
-    def name_of(group: int) -> str:
+    def name_token(group: int) -> str:
         text = texts.texts[int(ids[group])]
         return repr(text) + (f" (token {ids[group]})" if BROKEN in text else "")
 
     answers = sums.rows(in_answer, ("outside", IN_ANSWER).__getitem__)
-    sources = sums.rows(np.concatenate(is_trusted).astype(np.int64), SOURCES.__getitem__)
-    first, last = _thirds(len(records))
+    sources = sums.rows(is_trusted, SOURCES.__getitem__)
+    phrases = _list_phrases(read, sums, least)
     return TokenTables(
         steps=[record.step for record in records],
-        first_third=[records[place].step for place in first],
-        last_third=[records[place].step for place in last],
+        num_in_third=num_in_third,
         num_sequences=len(flat),
-        num_tokens=len(sums.part),
+        num_tokens=len(sums.third),
         min_count=least,
         relative_weight=overall,
-        tokens=_extremes(sums.rows(token, name_of, least), overall, top),
-        phrases=_extremes(_phrases(read, sums, least), overall, top),
-        kinds=sums.rows(kinds, KINDS.__getitem__) + [row for row in answers if row.name == IN_ANSWER],
-        positions=sums.rows(deciles, lambda decile: f"{10 * decile} to {10 * decile + 10}%"),
-        sources=sources if len(sources) > 1 else [],
+        extremes=_find_extremes("Tokens", sums.rows(token, name_token, least), overall, top)
+        | _find_extremes("Phrases", phrases, overall, top),
+        groups={
+            KIND: sums.rows(kinds, KINDS.__getitem__) + [row for row in answers if row.name == IN_ANSWER],
+            POSITION: sums.rows(deciles, lambda decile: f"{10 * decile} to {10 * decile + 10}%"),
+            **({SOURCE: sources} if len(sources) > 1 else {}),
+        },
     )
 
 
@@ -285,132 +252,103 @@ def make_tables(
 class _Sums:
     """Tokens, or phrases, with the terms that the tables sum over them."""
 
-    values: np.ndarray  # fp64 [N, 4]: U, W, U times utility, U times loss
-    part: np.ndarray  # int64 [N], 0 in the first third of the records, 2 in the last, else 1
-    uniform: float  # sum of U over all recorded tokens
-    weight: float  # sum of W over all recorded tokens
-    has_utilities: bool
-
-    @classmethod
-    def from_records(cls, records: Sequence[TokenRecord]) -> Self:
-        first, last = _thirds(len(records))
-        values, parts = [], []
-        for place, record in enumerate(records):
-            columns = []
-            for sequence in record.sequences:
-                u = np.full(len(sequence), sequence.uniform_share / len(sequence))
-                utilities = np.zeros(len(sequence)) if sequence.utilities is None else sequence.utilities
-                columns.append(np.stack([u, u * sequence.relative_weights, u * utilities, u * sequence.losses], axis=1))
-            columns_of_record = np.concatenate(columns)
-            values.append(columns_of_record / columns_of_record[:, 0].sum())
-            parts.append(np.full(len(columns_of_record), 0 if place in first else 2 if place in last else 1))
-        flat = np.concatenate(values)
-        has_utilities = all(sequence.utilities is not None for record in records for sequence in record.sequences)
-        uniform, weight = flat[:, :2].sum(0).tolist()
-        return cls(flat, np.concatenate(parts), uniform, weight, has_utilities)
+    terms: np.ndarray  # fp64 [4, N]: U, W, U times utility (NaN without), U times loss
+    third: np.ndarray  # int64 [N], 0 in the first third of the records, 2 in the last, else 1
+    totals: np.ndarray  # [4], sums over all recorded tokens
 
     def rows(self, group: np.ndarray, name_of: Callable[[int], str], least: int = 1) -> list[Row]:
-        """A row per group (`group` int64 `[N]`: its number for each token or phrase) with at least `least` members, in
+        """A row per group (`group` `[N]`: its number for each token or phrase) with at least `least` members, in
         ascending order; a third of the records needs a third of them."""
-        counts = np.bincount(group * 3 + self.part, minlength=3 * (group.max(initial=-1) + 1)).reshape(-1, 3)
-        u, w, us, ul = (
-            np.bincount(group * 3 + self.part, column, minlength=counts.size).reshape(-1, 3) for column in self.values.T
-        )
+        cell = group.astype(np.int64) * 3 + self.third
+        size = 3 * (int(group.max(initial=-1)) + 1)
+        counts, u, w, us, ul = (np.bincount(cell, term, minlength=size).reshape(-1, 3) for term in (None, *self.terms))
 
-        def third(g: int, part: int) -> float | None:
-            return float(w[g, part] / u[g, part]) if 3 * counts[g, part] >= least and counts[g, part] else None
+        def relative_weight(g: int, third: int) -> float | None:
+            return float(w[g, third] / u[g, third]) if 3 * counts[g, third] >= least and counts[g, third] else None
 
         return [
             Row(
                 name=name_of(g),
                 count=int(counts[g].sum()),
                 relative_weight=float(w[g].sum() / u[g].sum()),
-                share_of_weight=float(w[g].sum() / self.weight),
-                share_of_tokens=float(u[g].sum() / self.uniform),
-                utility=float(us[g].sum() / u[g].sum()) if self.has_utilities else None,
+                share_of_weight=float(w[g].sum() / self.totals[1]),
+                share_of_tokens=float(u[g].sum() / self.totals[0]),
+                utility=None if np.isnan(us[g].sum()) else float(us[g].sum() / u[g].sum()),
                 loss=float(ul[g].sum() / u[g].sum()),
-                first_third=third(g, 0),
-                last_third=third(g, 2),
+                first_third=relative_weight(g, 0),
+                last_third=relative_weight(g, 2),
             )
             for g in np.flatnonzero(counts.sum(1) >= least).tolist()
         ]
 
 
-def _thirds(num_records: int) -> tuple[range, range]:
-    """Indices of the first and of the last third of the records; empty for a single record."""
-    n = max(1, num_records // 3) if num_records > 1 else 0
-    return range(n), range(num_records - n, num_records)
+def _sum_terms(records: Sequence[TokenRecord], num_in_third: int) -> _Sums:
+    """The terms of all recorded tokens."""
+    terms, thirds = [], []
+    for place, record in enumerate(records):
+        columns = []
+        for sequence in record.sequences:
+            u = np.full(len(sequence), sequence.uniform_share / len(sequence))
+            utilities = np.nan if sequence.utilities is None else sequence.utilities
+            columns.append(np.stack([u, u * sequence.relative_weights, u * utilities, u * sequence.losses]))
+        joined = np.concatenate(columns, axis=1)
+        terms.append(joined / joined[0].sum())
+        third = 0 if place < num_in_third else 2 if place >= len(records) - num_in_third else 1
+        thirds.append(np.full(record.num_tokens, third))
+    flat = np.concatenate(terms, axis=1)
+    return _Sums(flat, np.concatenate(thirds), flat.sum(1))
 
 
-def _extremes(rows: Sequence[Row], overall: float, top: int) -> Extremes:
+def _find_extremes(name: str, rows: Sequence[Row], overall: float, top: int) -> dict[str, list[Row]]:
     by_weight = sorted(rows, key=lambda row: row.relative_weight)
-    moved = sorted(
-        (
-            (row.last_third - row.first_third, row)
-            for row in rows
-            if row.first_third is not None and row.last_third is not None
-        ),
-        key=lambda pair: pair[0],
-    )
-    few = max(1, top // 3)
-    return Extremes(
-        gained=[row for row in reversed(by_weight) if row.relative_weight > overall * (1 + UNIFORM_TOLERANCE)][:top],
-        lost=[row for row in by_weight if row.relative_weight < overall * (1 - UNIFORM_TOLERANCE)][:top],
-        rose=[row for change, row in reversed(moved) if change > 0][:few],
-        fell=[row for change, row in moved if change < 0][:few],
-    )
+    gained = [row for row in reversed(by_weight) if row.relative_weight > overall * (1 + UNIFORM_TOLERANCE)]
+    lost = [row for row in by_weight if row.relative_weight < overall * (1 - UNIFORM_TOLERANCE)]
+    return {f"{name} that gained most weight": gained[:top], f"{name} that lost most weight": lost[:top]}
 
 
-def _phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row]:
+def _list_phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row]:
     """Phrases of 2 to `LONGEST_PHRASE` words within a sentence that occur at least `least` times, except those that
     occur only within one longer phrase."""
+    word_of_token = np.concatenate([one.word_of_token for one in read])
+    inside = word_of_token >= 0
+    starts = np.cumsum([0, *(len(one.words) for one in read)])[:-1]  # number of the first word of each sequence
+    word_of_token += np.repeat(starts, [len(one.kinds) for one in read])
+    # Words that have tokens: one within another's token has none.
+    places, first_token, place = np.unique(word_of_token[inside], return_index=True, return_inverse=True)
+    values = np.array([np.bincount(place, term, minlength=len(places)) for term in sums.terms[:, inside]])
+    third = sums.third[inside][first_token]
+    sentence = np.cumsum([begins for one in read for begins in one.begins_sentence])[places]
     number_of: dict[str, int] = {}
-    word_of_token, words, sentences = [], [], []
-    num_words = num_sentences = 0
-    for one in read:
-        word_of_token.append(np.where(one.word_of_token < 0, -1, one.word_of_token + num_words))
-        words += [number_of.setdefault(word, len(number_of)) for word in one.words]
-        sentences.append(one.sentences + num_sentences)
-        num_words += len(one.words)
-        num_sentences += len(one.words) and int(one.sentences[-1]) + 1
-    token_word = np.concatenate(word_of_token)
-    inside = token_word >= 0
-    columns = [np.bincount(token_word[inside], column, minlength=num_words) for column in sums.values[inside].T]
-    part = np.zeros(num_words, dtype=np.int64)
-    part[token_word[inside]] = sums.part[inside]
-    has_tokens = np.bincount(token_word[inside], minlength=num_words) > 0  # False for a word within another's token
-    word, sentence = np.array(words, dtype=np.int64)[has_tokens], np.concatenate(sentences)[has_tokens]
-    values, part = np.stack(columns, axis=1)[has_tokens], part[has_tokens]
-    names = list(number_of)
+    numbers = [number_of.setdefault(word, len(number_of)) for one in read for word in one.words]
+    word, names = np.array(numbers, dtype=np.int64)[places], list(number_of)
 
     # For each length: phrase code at each place (-1 across sentences), summed values, an example place and the count
     # of each code.
     by_length: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    code, phrase_values = word, values
+    code, summed = word, values
     for n in range(2, LONGEST_PHRASE + 1):
         num_places = max(0, len(word) - n + 1)
         within = sentence[:num_places] == sentence[n - 1 :][:num_places]
-        phrase_values = phrase_values[:num_places] + values[n - 1 :][:num_places]
+        summed = summed[:, :num_places] + values[:, n - 1 :][:, :num_places]
         keys = code[:num_places] * len(names) + word[n - 1 :][:num_places]
         code = np.full(num_places, -1, dtype=np.int64)
         _, example, code[within], counts = np.unique(
             keys[within], return_index=True, return_inverse=True, return_counts=True
         )
-        by_length.append((code, phrase_values, np.flatnonzero(within)[example], counts))
+        by_length.append((code, summed, np.flatnonzero(within)[example], counts))
 
     rows = []
-    for n, (code, phrase_values, example, counts) in enumerate(by_length, start=2):
-        wanted = counts >= least
+    for n, (code, summed, example, counts) in enumerate(by_length, start=2):
+        is_listed = counts >= least
         if n < LONGEST_PHRASE:
             _, _, longer_example, longer_counts = by_length[n - 1]
             for shift in (0, 1):
                 shorter = code[longer_example + shift]
-                wanted[shorter[counts[shorter] == longer_counts]] = False
-        places = np.flatnonzero((code >= 0) & wanted[code]) if len(counts) else np.empty(0, dtype=np.int64)
+                is_listed[shorter[counts[shorter] == longer_counts]] = False
+        chosen = np.flatnonzero(np.append(is_listed, False)[code])  # a code of -1 is the appended one
 
-        def name_of(g: int, n: int = n, example: np.ndarray = example) -> str:
+        def name_phrase(g: int, n: int = n, example: np.ndarray = example) -> str:
             return " ".join(names[i] for i in word[example[g] : example[g] + n])
 
-        phrases = _Sums(phrase_values[places], part[places], sums.uniform, sums.weight, sums.has_utilities)
-        rows += phrases.rows(code[places], name_of, least)
+        rows += _Sums(summed[:, chosen], third[chosen], sums.totals).rows(code[chosen], name_phrase, least)
     return rows

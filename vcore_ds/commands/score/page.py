@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.report.page import NOTHING, Block, Drawing, Grid, Notes, Page, Section, Table, format_number
+from vcore_ds.commands.report.page import (
+    NOTHING,
+    Block,
+    Drawing,
+    Notes,
+    Page,
+    PageTrace,
+    Section,
+    Table,
+    encode_traces,
+    format_number,
+)
 from vcore_ds.commands.report.tokens import TokenTexts
-from vcore_ds.commands.report.traces import PageTrace, encode_traces
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text
 from vcore_ds.common.text import count
@@ -96,7 +106,7 @@ def make_page(scores: scores_folder.Scores, columns: dict[str, np.ndarray], show
     }
     num_sources = len(np.unique(columns["source"].astype(str)))
     fewer = f"The {MOST_SOURCES} sources with the most traces, of {num_sources}."
-    sources = Grid([_sources_table(columns, name) for name in scores.sets])
+    sources = [_sources_table(columns, name) for name in scores.sets]
     histograms: list[Block] = [ABOUT_HISTOGRAMS, Drawing("histograms")]
     by_source: list[Block] = [*([fewer] if num_sources > MOST_SOURCES else []), sources]
     sections = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.report.traces import ranks
+from vcore_ds.commands.report.page import ranks
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import align_columns, count

@@ -3,22 +3,39 @@
 import argparse
 import ctypes
 import getpass
-import itertools
+import hashlib
+import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
 from vcore_ds.commands.arguments import positive
-from vcore_ds.commands.sweep.folder import ATTEMPT, State, SweepFolder, begin_sweep, check_inputs, read_sweep_folder
+from vcore_ds.commands.sweep.folder import (
+    ATTEMPT,
+    SWEEP,
+    State,
+    Sweep,
+    SweepFolder,
+    is_sweep,
+    load_sweep,
+    read_sweep_folder,
+)
+from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
-from vcore_ds.common.paths import writing
+from vcore_ds.common.paths import is_readable, reading, write_text, writing
 from vcore_ds.common.text import align_columns
+from vcore_ds.config.files import dump_yaml
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.distributed.signals import STOPPING
 
 HELP = "run a grid or list of recipes over seeds, here or as a SLURM job array"
 DESCRIPTION = (
@@ -42,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for a user's mistake, RunFailed if runs have failed, RunStopped if some are unfinished after a
     stop request."""
-    from vcore_ds.commands.sweep.cells import load_sweep
-
     if arguments.overrides:
         raise UserError(
             f"sweep: found {' '.join(arguments.overrides)} after the sweep file; expected nothing. Put settings of all "
@@ -55,30 +70,136 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.status:
         print(describe(read_sweep_folder(sweep.folder)))
     elif arguments.slurm:
-        print(submit(begin_sweep(sweep), arguments.sbatch))
+        print(submit(begin_sweep(sweep), arguments.sbatch.split()))
     else:
         run_here(begin_sweep(sweep), arguments.ranks)
 
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+RUN_NAMES = "runs.txt"
+MOST_DIFFERENCES = 20  # maximum lines of a message on recipes that differ
+FIXED = re.compile(r"(data|schedule)\..*(?<!cache_dir)|run\.validate_every|checkpoint\.branch_from")
+"""Keys that a sweep may not change, because its runs are compared, even those that a resumed run may change."""
+
+
+def begin_sweep(sweep: Sweep) -> SweepFolder:
+    """Make the sweep's folder, or extend that of the same sweep by new cells and seeds. Raises UserError where the
+    folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it cannot be
+    written."""
+    folder, before = sweep.folder, SweepFolder(sweep.folder, {}, [])
+    with writing("output_dir", folder):
+        if is_sweep(folder):
+            before = read_sweep_folder(folder)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(
+                f"output_dir: {folder}: is not a sweep's folder, and not empty; expected a new folder. Set output_dir"
+            )
+        _refuse(folder, [*_list_changed_recipes(sweep, before), *_list_changed_inputs(before.inputs)])
+        added, inputs = [name for name in sweep.runs if name not in before.runs], digest_inputs(sweep.runs.values())
+        for key, by_path in before.inputs.items():
+            inputs[key] = {**inputs.get(key, {}), **by_path}
+        begun = SweepFolder(folder, sweep.references, [*before.runs, *added], inputs)
+        values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": inputs}
+        texts = {begun.recipe_path(name): dump_recipe(sweep.runs[name]) for name in added}
+        texts |= {folder / RUN_NAMES: "".join(f"{run}\n" for run in begun.runs), folder / SWEEP: dump_yaml(values)}
+        for path, text in texts.items():
+            write_text(path, text)
+    return begun
+
+
+def check_inputs(sweep: SweepFolder) -> None:
+    """Raises UserError if the contents of data, scores or models have changed since the sweep first read them."""
+    _refuse(sweep.folder, list(_list_changed_inputs(sweep.inputs)))
+
+
+def _refuse(folder: Path, lines: Sequence[str]) -> None:
+    """Raises UserError with these differences, if there are any."""
+    if lines:
+        more = [f"and {len(lines) - MOST_DIFFERENCES:,} more"] if len(lines) > MOST_DIFFERENCES else []
+        listed = "\n".join(f"  {line}" for line in [*lines[:MOST_DIFFERENCES], *more])
+        raise UserError(
+            f"output_dir: {folder}: holds a sweep with other runs:\n{listed}\n"
+            "expected the same runs, to resume the sweep (cells and seeds may be added), or a new folder. Undo the "
+            "change, or set output_dir"
+        )
+
+
+def _list_changed_recipes(sweep: Sweep, before: SweepFolder) -> Iterator[str]:
+    for name in before.runs:
+        if name not in sweep.runs:
+            yield f"{name}: found there, not in {sweep.file}"
+            continue
+        there, here = read_resolved_recipe(before.recipe_path(name)), sweep.runs[name]
+        old, new = flat_values(there), flat_values(here)
+        for key in [*differing_keys(there, here), *(key for key in old | new if FIXED.fullmatch(key))]:
+            if old.get(key) != new.get(key):
+                yield f"{name}: {key}: {old.get(key)!r} there, {new.get(key)!r} here"
+
+
+def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
+    """Key of a recipe -> path -> digest of all inputs of these recipes that are on this machine: cells with other
+    contents under the same path must not share a table. Raises UserError where a path exists and holds no data."""
+    paths = set()
+    for recipe in recipes:
+        paths.add(("model.path", recipe.model.path))
+        paths |= {(re.sub(r"(_path)\W.*", r"\1", f"data.{key}"), path) for key, path in recipe.data.paths().items()}
+    digests: dict[str, dict[str, str]] = {}
+    for key, path in sorted(paths):
+        if (digest := _digest(key, path)) is not None:
+            digests.setdefault(key, {})[path] = digest
+    return digests
+
+
+def _list_changed_inputs(digests: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """A line for each input whose contents have changed; missing ones are left to the runs."""
+    for key, by_path in digests.items():
+        for path, digest in by_path.items():
+            if _digest(key, path) not in (None, digest):
+                yield f"{key}: {path}: contents have changed since the sweep first read them"
+
+
+def _digest(key: str, path: str) -> str | None:
+    """None for a path that is not on this machine, such as a login node."""
+    # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
+    from vcore_ds.data.prepare.sources import describe_source, find_files
+    from vcore_ds.data.scores_folder import TRACES
+    from vcore_ds.data.store import MANIFEST, read_manifest
+    from vcore_ds.models.model_identity import compute_model_digest
+
+    if key == "model.path":
+        try:
+            return compute_model_digest(path)
+        except UserError:
+            return None
+    if not is_readable(path):
+        return None
+    file = Path(path, TRACES) if key == "data.keep.scores" else Path(path)
+    if not key.endswith("_path"):  # scores, or a single file
+        with reading(key, file, "a file that can be read"):
+            return compute_file_digest(file) if file.is_file() else None
+    if (file / MANIFEST).is_file():
+        return read_manifest(file)["digest"]
+    return hashlib.sha256(json.dumps(describe_source(find_files([path], "train"))).encode()).hexdigest()
+
+
+# ---- a job array -----------------------------------------------------------------------------------------------------
 
 SCRIPT = Path("launch_scripts/slurm/sweep.slurm")
 JOBS = "slurm_jobs.txt"  # file in the sweep's folder with the ids of its job arrays, one per line
 
 
-def submit(sweep: SweepFolder, options: str) -> str:
+def submit(sweep: SweepFolder, options: Sequence[str]) -> str:
     """Submit a job array of the runs that are not done, running or queued; return a line for the screen. Raises
-    UserError where the repository or sbatch is missing, `options` have unbalanced quotes, or sbatch fails."""
+    UserError where the repository or sbatch is missing, or sbatch fails."""
     if not SCRIPT.is_file():
         raise UserError(f"--slurm: found no {SCRIPT} here; submit from the repository: cd REPOSITORY")
-    try:
-        words = shlex.split(options)
-    except ValueError as error:
-        raise UserError(f"--sbatch: found {options!r}: {error}; expected options in balanced quotes") from None
-    queued = queued_tasks(sweep)
-    left = (task for task, run in enumerate(sweep.runs) if sweep.state(run) not in (State.DONE, State.RUNNING))
-    tasks = [task for task in left if task not in queued]
+    states = find_states(sweep)
+    tasks = [task for task, state in enumerate(states) if state not in (State.DONE, State.RUNNING, QUEUED)]
     if not tasks:
-        return f"nothing to submit: all {len(sweep.runs)} runs are done, running or queued"
-    command = ["sbatch", "--parsable", f"--array={_format_ranges(tasks)}", *words, str(SCRIPT), str(sweep.folder)]
+        return f"nothing to submit: all {len(states)} runs are done, running or queued"
+    array = f"--array={','.join(map(str, tasks))}"
+    command = ["sbatch", "--parsable", array, *options, str(SCRIPT), str(sweep.folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -88,47 +209,47 @@ def submit(sweep: SweepFolder, options: str) -> str:
     job = done.stdout.strip().partition(";")[0]
     with writing("output_dir", sweep.folder), (sweep.folder / JOBS).open("a") as file:
         file.write(f"{job}\n")
-    return f"job array {job}: {len(tasks)} of {len(sweep.runs)} runs. vcore-ds sweep ... --status shows their state"
+    return f"job array {job}: {len(tasks)} of {len(states)} runs. vcore-ds sweep ... --status shows their state"
 
 
-def queued_tasks(sweep: SweepFolder) -> set[int]:
-    """Task numbers of this sweep that are queued or running; empty if SLURM does not answer."""
+QUEUED = "queued"
+
+
+def find_states(sweep: SweepFolder) -> list[str]:
+    """The state of each run, and `QUEUED` for one that SLURM has not started, or is about to start again."""
     try:
         jobs = set((sweep.folder / JOBS).read_text().split())
         command = ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%F_%K"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return set()
-    lines = (line.split("_") for line in done.stdout.split())
-    return {int(task) for job, task in lines if job in jobs and task.isdecimal()}
-
-
-def _format_ranges(tasks: list[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5: a list of a thousand numbers could exceed the limit of a command line."""
-    groups = itertools.groupby(enumerate(tasks), lambda pair: pair[1] - pair[0])  # consecutive numbers
-    parts = [[task for _, task in group] for _, group in groups]
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+        tasks = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):  # no job array, or SLURM does not answer
+        jobs, tasks = set(), []
+    queued = {number for job, _, number in (task.partition("_") for task in tasks) if job in jobs}
+    states = [sweep.state(run) for run in sweep.runs]
+    return [
+        QUEUED if str(task) in queued and state not in (State.DONE, State.RUNNING) else state
+        for task, state in enumerate(states)
+    ]
 
 
 def describe(sweep: SweepFolder) -> str:
-    queued = queued_tasks(sweep)
-    rows = []
-    for task, run in enumerate(sweep.runs):
-        state = str(sweep.state(run))
-        if state not in (State.DONE, State.RUNNING) and task in queued:
-            state = "queued"
-        progress = f"{num_steps:,} steps" if (num_steps := sweep.num_steps(run)) else ""
-        rows.append((run, state, describe_failure(sweep, run) if state == State.FAILED else progress))
-    counts = Counter(state for _, state, _ in rows)
-    numbers = ", ".join(f"{counts[state]} {state}" for state in [*State, "queued"] if counts[state])
-    return "\n".join([*align_columns(rows, all_left=True), f"{len(sweep.runs)} runs in {sweep.folder}: {numbers}"])
+    """A line for each run, and the number of runs in each state."""
+    states = find_states(sweep)
+    rows = [
+        (run, state, sweep.describe_failure(run) if state == State.FAILED else "")
+        for run, state in zip(sweep.runs, states, strict=True)
+    ]
+    end = f"{len(states)} runs in {sweep.folder}: {_count(states)}"
+    return "\n".join([*align_columns(rows, all_left=True), end])
 
 
-def describe_failure(sweep: SweepFolder, run: str) -> str:
-    return f"exit code {sweep.exit_code(run)}: {sweep.last_words(run)}"
+def _count(states: Sequence[str]) -> str:
+    counts = Counter(states)
+    return ", ".join(f"{counts[state]} {state}" for state in [*State, QUEUED] if counts[state])
 
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
@@ -137,8 +258,12 @@ def run_here(sweep: SweepFolder, num_ranks: int) -> None:
     stop the others. A stop request (SIGTERM, SIGINT, SIGUSR1) is forwarded to the current run, which saves and stops.
     Raises UserError where inputs have changed since the sweep first read them, RunFailed for failed runs, RunStopped
     for unfinished ones."""
-    with _Children() as children:
+    requests: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: requests.append(number)) for number in STOPPING}
+    try:
         for number, run in enumerate(sweep.runs, start=1):
+            if requests:
+                break
             where = f"[{number}/{len(sweep.runs)}] {run}"
             if sweep.is_done(run):
                 print(f"{where}: done already", flush=True)
@@ -150,85 +275,55 @@ def run_here(sweep: SweepFolder, num_ranks: int) -> None:
                     continue
                 print(f"{where}: {sweep.log_path(run)}", flush=True)
                 started = time.monotonic()
-                code = _run_one(sweep, run, num_ranks, log, children)
+                code = _run_one(sweep, run, num_ranks, log, requests)
             outcome = {0: "done", EXIT_STOPPED: "stopped and saved"}.get(code)
-            outcome = outcome or f"failed, {describe_failure(sweep, run)}"
+            outcome = outcome or f"failed, {sweep.describe_failure(run)}"
             print(f"{' ' * len(where)}  {outcome}, after {time.monotonic() - started:,.0f} s", flush=True)
-            if children.stopped_by is not None:
-                break
-    _conclude(sweep, children.stopped_by)
+    finally:
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
+    states = [sweep.state(run) for run in sweep.runs]
+    done = f"{states.count(State.DONE)} of {len(states)} runs are done"
+    again = "The same command skips finished runs, resumes stopped ones and retries failed ones"
+    failed = [run for run, state in zip(sweep.runs, states, strict=True) if state == State.FAILED]
+    if failed and not requests:
+        lines = "".join(f"  {run}: {sweep.describe_failure(run)}\n" for run in failed)
+        raise RunFailed(f"{done}, {len(failed)} failed:\n{lines}{again}. Logs: {sweep.folder / 'logs'}")
+    if others := _count([state for state in states if state != State.DONE]):
+        cause = f"stopped by {signal.Signals(requests[0]).name}: " if requests else ""
+        raise RunStopped(f"{cause}{done}, {others}. {again}")
+    print(f"{done}. Tables and curves: vcore-ds report {shlex.quote(str(sweep.folder))}", flush=True)
 
 
-def _run_one(sweep: SweepFolder, run: str, num_ranks: int, log: BinaryIO, children: "_Children") -> int:
+def _run_one(sweep: SweepFolder, run: str, num_ranks: int, log: BinaryIO, requests: Sequence[int]) -> int:
+    """Train a run, forward the stop requests that arrive, and return the exit code."""
     launcher = ["-m", "vcore_ds.distributed.torchrun", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "vcore_ds.commands.cli", "train"]
     with writing("output_dir", sweep.folder):
         sweep.exit_path(run).unlink(missing_ok=True)
         log.write(f"{ATTEMPT} of {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n".encode())
         log.flush()
-        code = children.run([*command, str(sweep.recipe_path(run))], log)
+        # The child inherits the open log and its lock, which lasts until the last process of the run ends.
+        process = subprocess.Popen(
+            [*command, str(sweep.recipe_path(run))],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # else Ctrl-C would reach the run twice
+            preexec_fn=_stop_with_parent,
+        )
+        num_forwarded = 0
+        while process.poll() is None:
+            for number in requests[num_forwarded:]:
+                process.send_signal(number)
+                num_forwarded += 1
+            time.sleep(POLL_SECONDS)
+        # A request may have ended the run before it had a handler.
+        code = EXIT_STOPPED if -process.returncode in requests else process.returncode
         sweep.exit_path(run).write_text(f"{code}\n")
     return code
 
 
-def _conclude(sweep: SweepFolder, stopped_by: str | None) -> None:
-    states = {run: sweep.state(run) for run in sweep.runs}
-    counts = Counter(states.values())
-    done = f"{counts[State.DONE]} of {len(states)} runs are done"
-    again = "The same command skips finished runs, resumes stopped ones and retries failed ones"
-    failed = [f"  {run}: {describe_failure(sweep, run)}\n" for run, state in states.items() if state == State.FAILED]
-    if stopped_by is None and failed:
-        raise RunFailed(f"{done}, {len(failed)} failed:\n{''.join(failed)}{again}. Logs: {sweep.folder / 'logs'}")
-    if counts[State.DONE] < len(states):
-        others = ", ".join(f"{counts[state]} {state}" for state in State if state != State.DONE and counts[state])
-        cause = "" if stopped_by is None else f"stopped by {stopped_by}: "
-        raise RunStopped(f"{cause}{done}, {others}. {again}")
-    print(f"{done}. Tables and curves: vcore-ds report {shlex.quote(str(sweep.folder))}", flush=True)
-
-
-class _Children:
-    """Runs one command at a time and forwards stop requests to it, in a `with` block. `stopped_by`: name of the first
-    request."""
-
-    def __init__(self) -> None:
-        self.stopped_by: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "_Children":
-        self._before = {number: signal.signal(number, self._forward) for number in _STOPPING}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def run(self, command: list[str], log: BinaryIO) -> int:
-        """Run a command and return its exit code; after a stop request, start nothing and return EXIT_STOPPED."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a request between check and start would be lost
-        try:
-            if self.stopped_by is not None:
-                return EXIT_STOPPED
-            # The child inherits the open log and its lock, which lasts until the last process of the run ends.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # else Ctrl-C would reach the run twice
-                preexec_fn=_begin_child,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-        return self._process.wait()
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self.stopped_by = self.stopped_by or signal.Signals(number).name
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
-
-
-def _begin_child() -> None:
+def _stop_with_parent() -> None:
     """Make the run save and stop if this process is killed, instead of training on unattended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

@@ -1,4 +1,4 @@
-"""A sweep's folder: its runs with their recipes, logs and states, and checks that all of them stay comparable.
+"""A sweep: from its file to the recipe of every run, and its folder with their logs and states.
 
 sweep.yaml                   cells and the cell that each is compared with, all runs in order, digests of inputs
 runs.txt                     the runs, one per line: task N of a job array is line N, from 0
@@ -9,100 +9,207 @@ runs/CELL/seed_1/            the run's folder
 """
 
 import fcntl
-import hashlib
+import itertools
 import json
+import math
+import re
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from vcore_ds.commands.sweep.cells import Sweep
-from vcore_ds.common.digests import compute_file_digest
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic.functional_validators import BeforeValidator
+
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
-from vcore_ds.common.paths import is_readable, reading, write_text, writing
-from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_text
-from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
+from vcore_ds.common.paths import writing
+from vcore_ds.config.files import ParsedYaml, UnreadableFile, parse_yaml, read_text
+from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.config.problems import RecipeError, describe_problem, show
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import ScheduleConfig
-from vcore_ds.training.run_folder import METRICS
+from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.known_models import find_or_assume_shape
+from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 
-DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
-FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities", "data.token_weights")
-MODEL_KEY = "model.path"
-
-Digests = Mapping[str, Mapping[str, str]]  # key of a recipe -> path -> digest of the contents
-
-
-def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
-    """Digests of all inputs of these recipes that are on this machine: cells with other contents under the same path
-    must not share a table. Raises UserError where a path exists and holds no data."""
-    digests: dict[str, dict[str, str]] = {}
-    for key, path in sorted({(key, path) for recipe in recipes for key, path in _paths(recipe)}):
-        if (digest := _digest(key, path)) is not None:
-            digests.setdefault(key, {})[path] = digest
-    return digests
+MOST_RUNS = 1000
+"""SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise."""
+_MANY_RANKS = 192
+"""Taken where a run's world size is not known: nodes of 4, 6 and 8 GPUs divide it."""
 
 
-def changed_inputs(digests: Digests) -> Iterator[str]:
-    """A line for each input whose contents have changed; missing ones are left to the runs. Raises UserError as
-    `digest_inputs`."""
-    for key, by_path in digests.items():
-        for path, digest in by_path.items():
-            if _digest(key, path) not in (None, digest):
-                yield f"{key}: {path}: contents have changed since the sweep first read them"
+def _list_words(value: Any) -> Any:
+    return () if value is None else (value,) if isinstance(value, str) else value
 
 
-def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    yield MODEL_KEY, recipe.model.path
-    for key, path in recipe.data.paths().items():
-        yield next(name for name in (*DATA_KEYS, *FILE_KEYS) if f"data.{key}".startswith(name)), path
+Text = Annotated[str, StringConstraints(min_length=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
+Overrides = Annotated[tuple[Text, ...], BeforeValidator(_list_words)]
+"""Fragments and overrides, as on a command line: a word, a list of words, or null for none."""
 
 
-def _digest(key: str, path: str) -> str | None:
-    """None for a path that is not on this machine, such as a login node."""
-    # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
-    from vcore_ds.data.prepare.sources import describe_source, find_files
-    from vcore_ds.data.scores_folder import TRACES
-    from vcore_ds.data.store import MANIFEST, read_manifest
-    from vcore_ds.models.model_identity import compute_model_digest
+class SweepFile(BaseModel):
+    """The contents of a sweep file."""
 
-    if key == MODEL_KEY:
+    model_config = ConfigDict(extra="forbid")
+
+    recipe: Text
+    output_dir: Text
+    seeds: Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
+    common: Overrides = ()
+    grid: dict[str, Annotated[list[Any] | dict[Name, Overrides], Field(min_length=1)]] = {}
+    """Axes, the last one fastest: `section.key` with its values, or a name with its choices."""
+    cells: dict[Name, Overrides] = {}
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ in the seed only."""
+
+    name: str
+    choices: Mapping[str, str]  # axis of the grid -> what was chosen on it; empty for a cell of the list
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, with every recipe resolved and validated."""
+
+    file: Path
+    folder: Path  # `output_dir`
+    references: dict[str, str | None]  # cell -> the cell that it is compared with, in the order of the file
+    runs: dict[str, Recipe]  # `CELL/seed_N`, seed by seed within a cell
+
+
+def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
+    """Read a sweep file and resolve the recipe of every run. `num_ranks`: world size of a run; None where that is not
+    known yet. Raises RecipeError with all problems of the file, or of all cells."""
+    file, parsed = Path(path), _parse(Path(path))
+
+    def place(key: str) -> str:
+        return f"{file}{f':{line}' if (line := parsed.lines.get(key)) else ''}: {key}"
+
+    def check(is_valid: bool, key: str, found: str, expected: str) -> None:
+        if not is_valid:
+            raise RecipeError([f"{place(key)}: {describe_problem(found, expected)}"])
+
+    try:
+        sweep = SweepFile.model_validate(parsed.value)
+    except ValidationError as error:
+        problems: dict[str, str] = {}
+        for one in error.errors():
+            key = str(one["loc"][0])
+            for part in one["loc"][1:]:  # without the parts that name a type
+                key = f"{key}.{part}" if f"{key}.{part}" in parsed.lines else key
+            found = "nothing" if one["type"] == "missing" else show(one["input"])
+            # Of a value that may have one of several types, the first says enough.
+            problems.setdefault(key, f"found {found}; {one['msg'].removeprefix('Value error, ')}")
+        raise RecipeError(f"{place(key)}: {text}" for key, text in problems.items()) from None
+    num_cells = len(sweep.cells) + (math.prod(map(len, sweep.grid.values())) if sweep.grid else 0)
+    num_runs = num_cells * len(sweep.seeds)
+    expected = f"1 to {MOST_RUNS:,}, from cells or grid or both"
+    check(0 < num_runs <= MOST_RUNS, "grid" if sweep.grid else "cells", f"{num_runs:,} runs", expected)
+    cells = [*_list_grid(sweep.grid), *(Cell(name, {}, words) for name, words in sweep.cells.items())]
+    names = {cell.name for cell in cells}
+    check(len(names) == len(cells), "cells", "cells of one name", "different names")
+    check(len(set(sweep.seeds)) == len(sweep.seeds), "seeds", show(sweep.seeds), "different seeds")
+    known = {None, *names, *(choice for cell in cells for choice in cell.choices.values())}
+    expected = "the name of a cell, or a choice on an axis of the grid"
+    check(sweep.reference in known, "reference", show(sweep.reference), expected)
+    references = {cell.name: _find_reference(sweep.reference, cell, cells) for cell in cells}
+    folder = Path(sweep.output_dir).expanduser()
+    return Sweep(file, folder, references, _resolve(file, sweep, cells, folder, num_ranks))
+
+
+def _parse(path: Path) -> ParsedYaml:
+    expected = f"expected a sweep: YAML with the keys {', '.join(SweepFile.model_fields)}"
+    try:
+        parsed = parse_yaml(read_text(path))
+    except FileNotFoundError:
+        raise RecipeError([f"{path}: found no such file; {expected}"]) from None
+    except UnreadableFile as error:
+        raise RecipeError([f"{path}{error.position}: {error}; {expected}"]) from None
+    if not isinstance(parsed.value, dict) or parsed.value.keys() & Recipe.model_fields.keys():
+        raise RecipeError([f"{path}: found no sweep; {expected}. The line `recipe: FILE` names a recipe"])
+    if parsed.duplicates:
+        raise RecipeError(
+            f"{path}:{line}: {key}: {describe_problem(f'a second time (first in line {first})', 'once')}"
+            for key, line, first in parsed.duplicates
+        )
+    return parsed
+
+
+def _list_grid(grid: Mapping[str, list[Any] | dict[str, tuple[str, ...]]]) -> Iterator[Cell]:
+    """The cells of a grid: along each axis the values of a key of the recipe, or named overrides."""
+    axes: list[list[tuple[str, tuple[str, ...]]]] = []
+    for axis, values in grid.items():
+        choices = list(values.items()) if isinstance(values, dict) else []
+        for value in [] if choices else values:
+            text = f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+            label, key = re.sub(r"[^\w.+-]", "_", text), axis.rpartition(".")[2]
+            choices.append((label if key == "name" else f"{key}={label}", (make_override(axis, value),)))
+        axes.append(choices)
+    for chosen in itertools.product(*axes) if axes else ():
+        labels = dict(zip(grid, (label for label, _ in chosen), strict=True))
+        yield Cell(",".join(labels.values()), labels, tuple(word for _, words in chosen for word in words))
+
+
+def _find_reference(wanted: str | None, cell: Cell, cells: Sequence[Cell]) -> str | None:
+    """Find the cell that `reference` names for this one: a cell of that name, else the cell that differs only in having
+    this choice on its axis. None for the reference itself."""
+    if wanted is None or wanted in {other.name for other in cells}:
+        return None if wanted == cell.name else wanted
+    axis = next(axis for other in cells for axis, choice in other.choices.items() if choice == wanted)
+    choices = {**cell.choices, axis: wanted}
+    return next((other.name for other in cells if other is not cell and other.choices == choices), None)
+
+
+def _resolve(
+    file: Path, sweep: SweepFile, cells: Sequence[Cell], folder: Path, num_ranks: int | None
+) -> dict[str, Recipe]:
+    """Resolve the recipe of every run. Raises RecipeError with the problems of all cells; a common one appears once."""
+    runs: dict[str, Recipe] = {}
+    problems: dict[str, list[str]] = {}
+    cell_of: dict[str, str] = {}  # recipe -> the first cell with it; a typing mistake makes two
+    for cell in cells:
         try:
-            return compute_model_digest(path)
-        except UserError:
-            return None
-    if not is_readable(path):
-        return None
-    if key in FILE_KEYS:
-        file = Path(path) / TRACES if key == "data.keep.scores" else Path(path)
-        if not file.is_file():
-            return None
-        with reading(key, file, "a file that can be read"):
-            return compute_file_digest(file)
-    if (Path(path) / MANIFEST).is_file():
-        return read_manifest(Path(path))["digest"]
-    entries = describe_source(find_files([path], "train"))
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+            set_here = (make_override("run.output_dir", folder), make_override("run.seed", 0))
+            recipe = load_recipe(sweep.recipe, [*sweep.common, *cell.overrides, *set_here])
+            settings = derive_plan_settings(recipe)
+            num = num_ranks or _find_divisible_ranks(settings)
+            deepspeed_config(settings, plan_batch(settings, num, find_or_assume_shape(recipe.model.path)))
+        except UserError as error:
+            for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
+                problems.setdefault(problem, []).append(cell.name)
+            continue
+        for seed in sweep.seeds:
+            name = f"{cell.name}/seed_{seed}"
+            changes = {"seed": seed, "output_dir": str(folder / "runs" / name)}
+            runs[name] = recipe.model_copy(update={"run": recipe.run.model_copy(update=changes)})
+        if (first := cell_of.setdefault(repr(recipe), cell.name)) != cell.name:
+            problems[f"{file}: {first}, {cell.name}: found two cells with the same recipe; expected a difference"] = []
+    if problems:
+        raise RecipeError(
+            problem if len(where) in (0, len(cells)) else f"{file}: {', '.join(where)}: {problem}"
+            for problem, where in problems.items()
+        )
+    return runs
 
 
-SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
-MOST_DIFFERENCES = 20  # maximum lines of a message on recipes that differ
-FIXED = (
-    "data.train_path",
-    "data.probe_path",
-    "data.trusted_overlap",
-    "data.validation_path",
-    "data.keep.scores",
-    "run.validate_every",
-    "checkpoint.branch_from",
-    *(f"schedule.{key}" for key in ScheduleConfig.model_fields),
-)
-"""Keys that a resumed run may change but a sweep may not, because its runs are compared."""
+def _find_divisible_ranks(settings: PlanSettings) -> int:
+    """Find a world size that the tensor-, expert- and sequence-parallel sizes divide."""
+    sizes = [k for k in (settings.batch.sequence_parallel, settings.probe.sequence_parallel) if k != "auto"]
+    return settings.parallel.tensor * math.lcm(_MANY_RANKS, settings.parallel.expert, *sizes)
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+SWEEP = "sweep.yaml"
 _CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job script that SLURM has terminated, to cancel or to requeue it."""
 ATTEMPT = "== attempt"  # prefix of the first line of an attempt in a log
@@ -125,8 +232,8 @@ class SweepFolder:
     folder: Path
     references: dict[str, str | None]  # cell -> the cell that it is compared with
     runs: list[str]  # `CELL/seed_N`, in the order of their task numbers
-    inputs: Digests = field(default_factory=dict)
-    """Digests of data, scores and models from when the sweep first read them."""
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Key of a recipe -> path -> digest of data, scores or a model when the sweep first read them."""
 
     def recipe_path(self, run: str) -> Path:
         return self.folder / "recipes" / f"{run}.yaml"
@@ -143,18 +250,18 @@ class SweepFolder:
 
     def is_done(self, run: str) -> bool:
         """Whether the run's result exists, whoever trained it."""
-        folder = self.run_folder(run)
-        return (folder / "adapter").exists() or (folder / "model").exists()
+        return any((self.run_folder(run) / result).exists() for result in ("adapter", "model"))
 
     def state(self, run: str) -> State:
         if self.is_done(run):
             return State.DONE
-        if self._is_locked(run):
-            return State.RUNNING
-        code = self.exit_code(run)
-        if code not in (None, 0, EXIT_STOPPED, _CANCELLED):
-            return State.FAILED
-        return State.STOPPED if self.log_path(run).exists() else State.WAITING
+        if not self.log_path(run).exists():
+            return State.WAITING
+        with self.log_path(run).open("rb") as file:
+            if not _lock(file):
+                return State.RUNNING
+        has_failed = self.exit_code(run) not in (None, 0, EXIT_STOPPED, _CANCELLED)
+        return State.FAILED if has_failed else State.STOPPED
 
     def exit_code(self, run: str) -> int | None:
         """The exit code of the last attempt; None if it was killed before it wrote one."""
@@ -163,22 +270,13 @@ class SweepFolder:
         except (OSError, ValueError):
             return None
 
-    def num_steps(self, run: str) -> int:
-        try:
-            return (self.run_folder(run) / METRICS).read_bytes().count(b"\n")
-        except OSError:
-            return 0
-
-    def last_words(self, run: str) -> str:
-        """The last message of the last attempt: the last of vcore-ds, else the last line with a letter or digit."""
-        try:
-            text = self.log_path(run).read_text(errors="replace")
-        except OSError:
-            return "nothing"
-        lines = [line.strip() for line in text.rpartition(ATTEMPT)[2].splitlines()[1:]]
-        lines = [line for line in lines if any(char.isalnum() for char in line)]
+    def describe_failure(self, run: str) -> str:
+        """The exit code and last message of the last attempt: the last of vcore-ds, else the last line with a letter or
+        digit."""
+        attempt = self.log_path(run).read_text(errors="replace").rpartition(ATTEMPT)[2]
+        lines = [line.strip() for line in attempt.splitlines()[1:] if any(map(str.isalnum, line))]
         messages = [line for line in lines if line.startswith("vcore-ds: ")]
-        return (messages or lines or ["nothing"])[-1]
+        return f"exit code {self.exit_code(run)}: {(messages or lines or ['nothing'])[-1]}"
 
     @contextmanager
     def lock_log(self, run: str) -> Iterator[BinaryIO | None]:
@@ -188,30 +286,21 @@ class SweepFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("ab")
         with file:
-            yield file if _lock(file, wait_seconds=1.0) else None  # waits, because `state` holds it for a moment
-
-    def _is_locked(self, run: str) -> bool:
-        try:
-            with self.log_path(run).open("rb") as file:
-                return not _lock(file)
-        except OSError:
-            return False
+            yield file if _lock(file, tries=20) else None  # `state` holds it for a moment
 
 
-def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
+def _lock(file: BinaryIO, tries: int = 1) -> bool:
     """Lock the file; False if another process holds the lock. Always True on a file system without locks."""
-    deadline = time.monotonic() + wait_seconds
-    while True:
+    for _ in range(tries):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
             time.sleep(0.05)
         except OSError:
             return True
         else:
             return True
+    return False
 
 
 def is_sweep(folder: Path) -> bool:
@@ -219,78 +308,14 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_sweep_folder(folder: Path) -> SweepFolder:
-    """Read sweep.yaml. Raises UserError where sweep.yaml is missing or damaged."""
+    """Read sweep.yaml. Raises UserError where it is missing, damaged, or of another version."""
     path = folder / SWEEP
     try:
         values = parse_yaml(read_text(path)).value
-        references, runs = values["cells"], values["runs"]
-        inputs = values.get("inputs", {})  # missing up to vcore_ds 0.7
-        is_valid = isinstance(references, dict) and isinstance(inputs, dict)
-        if not is_valid or not all(run.rpartition("/")[0] in references for run in runs):
-            raise TypeError
-        return SweepFolder(folder, references, list(runs), inputs)
+        return SweepFolder(folder, dict(values["cells"]), list(values["runs"]), dict(values["inputs"]))
     except FileNotFoundError:
         raise UserError(f"{folder}: found no {SWEEP} there; expected the folder of a sweep (output_dir)") from None
-    except (UnreadableFile, TypeError, KeyError, AttributeError):
-        raise UserError(f"{path}: is damaged; expected what vcore-ds sweep writes there") from None
-
-
-def begin_sweep(sweep: Sweep) -> SweepFolder:
-    """Make the sweep's folder, or extend that of the same sweep by new cells and seeds. Raises UserError where the
-    folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it cannot be
-    written."""
-    folder = sweep.folder
-    wanted = {run.name: run.recipe for run in sweep.runs}
-    before = SweepFolder(folder, {}, [])
-    with writing("output_dir", folder):
-        if is_sweep(folder):
-            before = read_sweep_folder(folder)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(
-                f"output_dir: {folder}: is not a sweep's folder, and not empty; expected a new folder. Set output_dir"
-            )
-        _check_recipes(sweep, before, wanted)
-        added, inputs = [name for name in wanted if name not in before.runs], digest_inputs(wanted.values())
-        for key, by_path in before.inputs.items():
-            inputs[key] = {**inputs.get(key, {}), **by_path}
-        begun = SweepFolder(folder, dict(sweep.references), [*before.runs, *added], inputs)
-        values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": inputs}
-        texts = {begun.recipe_path(name): dump_recipe(wanted[name]) for name in added}
-        texts |= {folder / RUN_NAMES: "".join(f"{run}\n" for run in begun.runs), folder / SWEEP: dump_yaml(values)}
-        for path, text in texts.items():
-            write_text(path, text)
-    return begun
-
-
-def check_inputs(sweep: SweepFolder) -> None:
-    """Raises UserError if the contents of data, scores or models have changed since the sweep first read them."""
-    _refuse(sweep.folder, [*changed_inputs(sweep.inputs)])
-
-
-def _check_recipes(sweep: Sweep, before: SweepFolder, wanted: Mapping[str, Recipe]) -> None:
-    lines = []
-    for name in before.runs:
-        if name not in wanted:
-            lines.append(f"{name}: found there, not in {sweep.file}")
-            continue
-        recipe = read_resolved_recipe(before.recipe_path(name))
-        lines += [f"{name}: {key}: {old!r} there, {new!r} here" for key, (old, new) in _differing(recipe, wanted[name])]
-    _refuse(before.folder, [*lines, *changed_inputs(before.inputs)])
-
-
-def _refuse(folder: Path, lines: list[str]) -> None:
-    """Raises UserError with these differences, if there are any."""
-    if lines:
-        more = [f"and {len(lines) - MOST_DIFFERENCES:,} more"] if len(lines) > MOST_DIFFERENCES else []
-        listed = "\n".join(f"  {line}" for line in [*lines[:MOST_DIFFERENCES], *more])
+    except (UnreadableFile, TypeError, KeyError, ValueError):
         raise UserError(
-            f"output_dir: {folder}: holds a sweep with other runs:\n{listed}\n"
-            "expected the same runs, to resume the sweep (cells and seeds may be added), or a new folder. Undo the "
-            "change, or set output_dir"
-        )
-
-
-def _differing(before: Recipe, now: Recipe) -> Iterator[tuple[str, tuple[object, object]]]:
-    yield from differing_keys(before, now).items()
-    old, new = flat_values(before), flat_values(now)
-    yield from ((key, (old.get(key), new.get(key))) for key in FIXED if old.get(key) != new.get(key))
+            f"{path}: is damaged, or of another version; expected what vcore-ds sweep writes there"
+        ) from None

@@ -7,14 +7,14 @@ intervals that were too narrow (arXiv:2404.10102).
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from vcore_ds.commands.report.page import NOTHING, Block, Section, Table
-from vcore_ds.commands.report.read import ReportedRun
+from vcore_ds.commands.report.page import NOTHING, Block, Section, Table, format_number
+from vcore_ds.commands.report.runs import ReportedRun
 from vcore_ds.commands.report.tables import MEANS
 from vcore_ds.commands.sweep.folder import State, SweepFolder, read_sweep_folder
 from vcore_ds.common.errors import UserError
@@ -54,40 +54,37 @@ def fit_laws(sizes: Sequence[Sequence[float]], losses: Sequence[float], columns:
     """Fit the laws to all runs except those of the largest point, and sort by the error of its prediction; empty if
     there are too few points for any law. `sizes`: for each run, a value above 0 per column; `columns`: `N` and `D`, or
     one of them; none is constant."""
-    table, values = np.log(np.asarray(sizes, dtype=float)), np.log(np.asarray(losses, dtype=float))
-    largest = table.sum(1) == table.sum(1).max()
-    points = np.unique(table[~largest], axis=0)
+    x, y = np.log(np.asarray(sizes, dtype=float)), np.log(np.asarray(losses, dtype=float))
+    largest = x.sum(1) == x.sum(1).max()
+    num_points = len(np.unique(x[~largest], axis=0))
     product = f"A {' '.join(f'{name}^-{name.lower()}' for name in columns)} + E"
     laws: dict[str, Terms] = {product: (tuple(range(len(columns))),)}
     if len(columns) > 1:
         laws["A N^-n + B D^-d + E"] = tuple((i,) for i in range(len(columns)))
-    fits = [
-        _fit_law(law, terms, columns, table, values, largest)
-        for law, terms in laws.items()
-        if len(points) > len(terms) + len(columns)
-    ]
+    fits = []
+    for law, terms in laws.items():
+        if num_points > len(terms) + len(columns):
+            best, at_largest = _fit_law(terms, x - x[~largest].mean(0), y, largest)
+            shown = np.hstack([best[:, len(terms) : -1], np.exp(best[:, -1:]), np.exp(at_largest)])
+            intervals = [(low, high) for low, high in np.quantile(shown[1:], [0.025, 0.975], axis=0).T.tolist()]
+            *numbers, predicted = shown[0].tolist()
+            names, measured = [*(name.lower() for name in columns), "E"], float(np.exp(y[largest]).mean())
+            fits.append(Fit(law, names, numbers, intervals[:-1], predicted, intervals[-1], measured))
     return sorted(fits, key=lambda fit: abs(fit.error))
 
 
-def _fit_law(
-    law: str, terms: Terms, columns: Sequence[str], table: np.ndarray, values: np.ndarray, largest: np.ndarray
-) -> Fit:
-    features, y = _make_features(table - table[~largest].mean(0), terms), values[~largest]
-    fitted = features[:, ~largest]
-    draws = np.random.default_rng(0).integers(len(y), size=(NUM_RESAMPLES, len(y)))
-    counts = np.stack([np.ones(len(y)), *(np.bincount(draw, minlength=len(y)) for draw in draws)])
-    fit = _minimise(fitted, y, counts[:1], _choose_starts(y, len(terms), len(columns)))
+def _fit_law(terms: Terms, x: np.ndarray, y: np.ndarray, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The parameters of all runs but the largest, and of resamples of them; and their log(loss) at the largest."""
+    features, known = _make_features(x, terms), y[~largest]
+    draws = np.random.default_rng(0).integers(len(known), size=(NUM_RESAMPLES, len(known)))
+    counts = np.stack([np.ones(len(known)), *(np.bincount(draw, minlength=len(known)) for draw in draws)])
+    fit = _minimise(features[:, ~largest], known, counts[:1], _choose_starts(known, len(terms), x.shape[1]))
     # A resample differs little: its fits start from the best of all runs, with that E and with each start's, instead of
     # from every start again, which takes ten times as long.
     near = np.repeat(fit, 1 + len(START_SHARES), axis=0)
-    near[1:, -1] = np.log(START_SHARES) + y.min()
-    best = np.concatenate([fit, _minimise(fitted, y, counts[1:], near)])
-    at_largest = np.exp(_predict(features[:, largest][:, :1], best)[0])
-    shown = np.hstack([best[:, len(terms) : -1], np.exp(best[:, -1:]), at_largest])
-    intervals = [(low, high) for low, high in np.quantile(shown[1:], [0.025, 0.975], axis=0).T.tolist()]
-    *numbers, predicted = shown[0].tolist()
-    names, measured = [*(name.lower() for name in columns), "E"], float(np.exp(values[largest]).mean())
-    return Fit(law, names, numbers, intervals[:-1], predicted, intervals[-1], measured)
+    near[1:, -1] = np.log(START_SHARES) + known.min()
+    best = np.concatenate([fit, _minimise(features[:, ~largest], known, counts[1:], near)])
+    return best, _predict(features[:, largest][:, :1], best)[0]
 
 
 def _make_features(x: np.ndarray, terms: Terms) -> np.ndarray:
@@ -152,15 +149,10 @@ def _huber(residuals: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return (weights * each).sum(1)
 
 
-SIZE_KEYS = (
-    "model.path",
-    "data.train_path",
-    "schedule.num_steps",
-    "schedule.num_epochs",
-    "checkpoint.branch_from",
-    "run.seed",
+SIZE_KEYS = {
+    "model.path", "data.train_path", "schedule.num_steps", "schedule.num_epochs", "checkpoint.branch_from", "run.seed",
     "run.output_dir",
-)
+}  # fmt: skip
 """Keys in which cells of the same fit may differ."""
 SMALLEST_RANGE = 1.5
 """Minimum ratio of a size's largest to its smallest value; a smaller one counts as constant."""
@@ -171,48 +163,37 @@ def scaling_tables(
 ) -> list[Table]:
     """A table for each group of cells that differ only in size, if they are enough for a fit. `title`: name of the
     loss; `value_of`: the loss of a run, or None."""
-    families: dict[str, list[str]] = {}
+    families: dict[str, dict[str, list[ReportedRun]]] = {}
     for name, by_seed in by_cell.items():
-        if by_seed:
-            values = flat_values(next(iter(by_seed.values())).recipe)
-            rest = {key: value for key, value in values.items() if key not in SIZE_KEYS}
-            families.setdefault(repr(rest), []).append(name)
+        for run in by_seed.values():
+            rest = {key: value for key, value in flat_values(run.recipe).items() if key not in SIZE_KEYS}
+            families.setdefault(repr(rest), {}).setdefault(name, []).append(run)
     tables = []
-    for names in families.values():
-        fits, columns = _fit_cells({name: list(by_cell[name].values()) for name in names}, value_of)
-        if fits:
-            caption = f"Power law of the {title}, {' and '.join(columns)}: {', '.join(names)}"
+    for family in families.values():
+        sizes, points, losses = _find_sizes(list(family.values())), [], []
+        for number, runs in enumerate(family.values()):
+            known = [loss for run in runs if (loss := value_of(run) or 0.0) > 0]
+            points += [[column[number] for column in sizes.values()]] * len(known)
+            losses += known
+        if fits := fit_laws(points, losses, [title[0] for title in sizes]) if sizes and losses else []:
+            caption = f"Power law of the {title}, {' and '.join(sizes)}: {', '.join(family)}"
             head = ["law", *fits[0].names, "largest, predicted", "largest, measured", "error"]
             tables.append(Table(caption, head, [_format_fit(fit) for fit in fits]))
     return tables
 
 
-def _fit_cells(
-    cells: Mapping[str, list[ReportedRun]], value_of: Callable[[ReportedRun], float | None]
-) -> tuple[list[Fit], list[str]]:
-    """The fits, best first, and the names of their sizes; no fits if no size differs or there are too few points."""
-    sizes: dict[str, dict[str, float | None]] = {
-        "N": {name: _count_parameters(runs[0]) for name, runs in cells.items()},
-        "D": {name: float(np.mean([run.total("supervised_tokens") for run in runs])) for name, runs in cells.items()},
+def _find_sizes(cells: Sequence[Sequence[ReportedRun]]) -> dict[str, list[float]]:
+    """The sizes that vary, in each cell; none where models differ in unknown sizes."""
+    paths = [runs[0].recipe.model.path for runs in cells]
+    shapes = [known and known[0] for known in map(find_shape, paths)]
+    parameters = [float(parameter_counts(shape).all) if shape and shape.hidden_size else 0.0 for shape in shapes]
+    if len(set(paths)) > 1 and not all(parameters):
+        return {}
+    tokens = [float(np.mean([run.total("supervised_tokens") for run in runs])) for runs in cells]
+    sizes = {"N model parameters": parameters, "D supervised tokens": tokens}
+    return {
+        title: values for title, values in sizes.items() if all(values) and max(values) >= SMALLEST_RANGE * min(values)
     }
-    if None in sizes["N"].values() and len({run.recipe.model.path for runs in cells.values() for run in runs}) > 1:
-        return [], []  # models differ in unknown sizes
-    columns = [name for name, by_cell in sizes.items() if _varies(by_cell.values())]
-    losses = [(name, loss) for name, runs in cells.items() for run in runs if (loss := value_of(run) or 0.0) > 0]
-    points = [[sizes[column][name] or 0.0 for column in columns] for name, _ in losses]
-    titles = {"N": "N model parameters", "D": "D supervised tokens"}
-    fits = fit_laws(points, [loss for _, loss in losses], columns) if columns and losses else []
-    return fits, [titles[column] for column in columns]
-
-
-def _varies(values: Collection[float | None]) -> bool:
-    known = [value for value in values if value]
-    return len(known) == len(values) and max(known) >= SMALLEST_RANGE * min(known)
-
-
-def _count_parameters(run: ReportedRun) -> float | None:
-    known = find_shape(run.recipe.model.path)
-    return None if known is None or not known[0].hidden_size else float(parameter_counts(known[0]).all)
 
 
 def _format_fit(fit: Fit) -> list[str]:
@@ -243,17 +224,21 @@ def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
 def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
     """The runs that are missing, if any, the tables of a sweep, and how to read them."""
     by_cell: dict[str, dict[int, ReportedRun]] = {name: {} for name in sweep.references}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.recipe.run.seed):
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
     done = {run.name for run in runs}
     missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
-    seen = dict.fromkeys(title for by_seed in by_cell.values() for run in by_seed.values() for title in _losses(run))
-    titles = sorted(seen, key=lambda title: title.startswith(TRAINING))
-    costs = [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items()]
+    titles = sorted(
+        dict.fromkeys(title for run in runs for title in _losses(run)), key=lambda title: title.startswith(TRAINING)
+    )
     blocks: list[Block] = [
         *([f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}."] if missing else []),
         _result_table(sweep, by_cell, titles),
-        Table("Cost, mean over seeds", COSTS, costs),
+        Table(
+            "Cost, mean over seeds",
+            COSTS,
+            [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items()],
+        ),
         # of a held-out loss, or the training loss if there is none
         *(scaling_tables(by_cell, titles[0], lambda run: _losses(run).get(titles[0])) if titles else []),
         NOTE,
@@ -271,34 +256,32 @@ def _losses(run: ReportedRun) -> dict[str, float]:
     another `method.normalization` have other titles."""
     mean, measured = MEANS[run.held_out.normalization], run.held_out.after
     losses = {f"held-out loss{name and f', {name}'}{mean}": loss for name, loss in measured.items() if loss is not None}
-    steps = [loss for line in run.metrics if (loss := line.get("loss")) is not None]
-    if steps:
-        last = steps[-max(1, round(LAST_SHARE * len(steps))) :]
+    if steps := [loss for line in run.metrics if (loss := line.get("loss")) is not None]:
         title = f"{TRAINING}, last {LAST_SHARE:.0%} of the steps{MEANS[run.recipe.method.normalization]}"
-        losses[title] = float(np.mean(last))
+        losses[title] = float(np.mean(steps[-max(1, round(LAST_SHARE * len(steps))) :]))
     return losses
 
 
 def _result_table(sweep: SweepFolder, by_cell: Mapping[str, Mapping[int, ReportedRun]], titles: Sequence[str]) -> Table:
     """Means over seeds, and differences from the cell that each is compared with, paired by seed."""
-    has_references = any(reference is not None for reference in sweep.references.values())
-    losses = {name: {seed: _losses(run) for seed, run in sorted(runs.items())} for name, runs in by_cell.items()}
-    head = ["cell", "seeds", *(["compared with"] if has_references else [])]
+    has_references = any(sweep.references.values())
+    losses = {name: {seed: _losses(run) for seed, run in runs.items()} for name, runs in by_cell.items()}
+    head, rows = ["cell", "seeds"], [[name, str(len(by_seed))] for name, by_seed in losses.items()]
+    if has_references:
+        head.append("compared with")
+        rows = [[*row, sweep.references[row[0]] or ""] for row in rows]
     for title in titles:
-        head += [title, *(["difference"] if has_references else [])]
-    rows = []
-    for name, reference in sweep.references.items():
-        row = [name, str(len(losses[name])), *([reference or ""] if has_references else [])]
-        for title in titles:
-            values, compared = (
-                {seed: found[title] for seed, found in losses.get(one or "", {}).items() if title in found}
-                for one in (name, reference)
-            )
-            differences = paired(values, compared)
-            row.append(cell(list(values.values()), DIGITS) if values else NOTHING)
+        head += [title, "difference"] if has_references else [title]
+        values = {
+            name: {seed: one[title] for seed, one in by_seed.items() if title in one}
+            for name, by_seed in losses.items()
+        }
+        for row in rows:
+            known = values[row[0]]
+            row.append(cell(list(known.values()), DIGITS) if known else NOTHING)
             if has_references:
+                differences = paired(known, values.get(sweep.references[row[0]] or "", {}))
                 row.append(cell(differences, DIGITS, difference=True) if differences else "")
-        rows.append(row)
     return Table("Losses, nats", head, rows)
 
 
@@ -310,12 +293,12 @@ def _costs(runs: Sequence[ReportedRun]) -> list[str]:
     compiles, is included."""
     if not runs:
         return [NOTHING] * (len(COSTS) - 1)
-    steps, seconds = [run.metrics[-1]["step"] or 0 for run in runs], [run.total("seconds") for run in runs]
+    steps, seconds = [run.num_steps for run in runs], [run.total("seconds") for run in runs]
     ranks = [run.environment.get("world_size") for run in runs]
     hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
     return [
         f"{np.mean(steps):,.0f}",
         f"{np.mean([run.total('supervised_tokens') for run in runs]):,.0f}",
         f"{np.sum(seconds) / max(1, np.sum(steps)):.3g}",
-        f"{np.mean(hours):.3g}" if hours else NOTHING,
+        format_number(float(np.mean(hours)) if hours else None, ".3g"),
     ]

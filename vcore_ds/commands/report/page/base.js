@@ -1,6 +1,8 @@
 // Elements, numbers and colours. Text from a run reaches the page as text nodes only.
 
-const report = JSON.parse(document.getElementById("report").textContent);
+// Labels of the curves' groups, charts, and descriptions of traces by `encode_traces` in page.py.
+const NOTHING = { groups: [], curves: [], histograms: [], points: [], tokens: [], followed: [], scores: [], weightRange: 1 };
+const report = { ...NOTHING, ...JSON.parse(document.getElementById("report").textContent) };
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
@@ -66,7 +68,7 @@ function colour(place, isDiverging) {
   return `color-mix(in oklab, var(${end}) ${share.toFixed(1)}%, var(--middle))`;
 }
 
-// The tokens of traces, as commands/report/traces.py packs them; `kind` is the key of their descriptions in the JSON.
+// The tokens of traces, as commands/report/page.py packs them; `kind` is the key of their descriptions in the JSON.
 async function unpack(kind, place) {
   const text = atob(document.getElementById(`${kind}-${place}`).textContent);
   const packed = new Uint8Array(text.length);

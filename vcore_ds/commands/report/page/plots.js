@@ -202,8 +202,7 @@ class Density {
     const levels = { x: data.levels.loss, y: data.levels.utility[state.step] ?? data.utilityAxis };
     const cells = this.fillCells(levels.y), most = Math.max(...cells.map((cell) => cell.count));
     const total = cells.reduce((sum, cell) => sum + cell.count, 0);
-    const correlation = data.spearman === null ? "Utility or loss is constant" : `Rank correlation of utility and loss: ${number(data.spearman)} in the mean over steps`;
-    const label = `Utility against loss of ${count(total)} tokens. ${correlation}. Arrow keys read it cell by cell.`;
+    const label = `Utility against loss of ${count(total)} tokens. Arrow keys read it cell by cell.`;
     const xAxis = { low: 0, high: BINS, ...roundTicks(levels.x, 5), title: "loss (nats)" };
     const { svg, x, y, left, right, top, bottom } = makePlot(label, xAxis, { low: 0, high: BINS, ...roundTicks(levels.y, 3), title: "utility" }, 430, 390);
     svg.append(shape("rect", { x: left, y: top, width: right - left, height: bottom - top, fill: "none", stroke: "var(--line)" }));
@@ -219,7 +218,7 @@ class Density {
       for (const [i, rect] of rects.entries()) rect.classList.toggle("chosen", i === place);
       const cell = cells[place];
       readout.textContent = place === null
-        ? `${correlation}. Both axes are finer around 0.`
+        ? "Both axes are finer around 0."
         : `loss ${edge("x", cell.x)} to ${edge("x", cell.x + 1)}, utility ${edge("y", cell.y)} to ${edge("y", cell.y + 1)}: ${count(cell.count)} tokens, mean weight ${number(cell.weight / cell.count)}×`;
     });
     this.place.replaceChildren(this.controls, element("figure", {}, svg), readout);
