@@ -152,11 +152,10 @@ def test_the_text_report_compares_runs_by_kind_and_position(folder: Path, capsys
     runs = [folder / name for name in ("vcore", "dft", "sft", "random")]
     code, output, _ = print_report(capsys, runs[0], "--top", 3, *runs[1:])
     assert code == 0
-    assert "sft: All recorded tokens have the uniform weight: none gained or lost." in output
     rows = parse_rows(output, "Relative weight by position in the trace")
-    assert len(rows) == 10 and {len(row) for row in rows} == {6}
-    assert all(float(row[-2]) < 1 for row in rows)  # dft's weights are probabilities
-    assert "method.name" in output and output.count("Tokens that gained") == 3
+    assert len(rows) == 10 and {len(row) for row in rows} == {7} and {row[-2] for row in rows} == {"1"}
+    assert all(float(row[-3]) < 1 for row in rows)  # dft's weights are probabilities
+    assert "method.name" in output and output.count("Tokens that gained") == 4
     _, output, _ = print_report(capsys, folder / "dft")
     assert "their mean relative weight is 0." in output
 

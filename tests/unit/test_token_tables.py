@@ -14,8 +14,6 @@ from vcore_ds.commands.report.tokens import (
     Row,
     TokenTables,
     TokenTexts,
-    are_uniform,
-    default_min_count,
     make_tables,
 )
 from vcore_ds.common.errors import UserError
@@ -128,8 +126,10 @@ def test_the_factor_of_a_sequence_is_part_of_its_weight() -> None:
     ]
     assert [row.count for row in result.groups[SOURCE]] == [1, 1]
     assert tabulate(make_record(1, make_sequence(" a"), first_trusted_id=5)).groups.keys() == {KIND, POSITION}
-    assert not are_uniform([make_record(1, make_sequence(" a", share=0.8))])
-    assert are_uniform([make_record(1, make_sequence(" a b c d"))])
+
+
+def test_with_uniform_weights_nothing_gains_or_loses() -> None:
+    assert find_extremes(tabulate(make_record(1, make_sequence(" a b c d", losses=[1, 2, 3, 4])))) == [[], []]
 
 
 def test_where_weights_are_no_distribution_gained_means_above_the_mean() -> None:
@@ -147,7 +147,8 @@ def test_rare_tokens_are_left_out_and_lists_are_cut() -> None:
     assert [list_names(rows) for rows in find_extremes(result)] == [["' a'"], ["' c'"]] and result.min_count == 3
     gained, _ = find_extremes(tabulate(make_record(1, make_sequence(text, weights)), top=1))
     assert list_names(gained) == ["' b'"]
-    assert [default_min_count(n) for n in (10, 30_000, 1_500_000)] == [5, 6, 300]
+    defaults = [tabulate(make_record(1, make_sequence(" a" * n)), min_count=None).min_count for n in (10, 30_000)]
+    assert defaults == [5, 6]
 
 
 def test_positions_are_deciles_of_the_trace() -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vcore_ds.commands.report.page import format_number
-from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, are_uniform, make_tables
+from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, make_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
 from vcore_ds.common.text import COLOURS, check_matplotlib, new_figure
+from vcore_ds.config.problems import show
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.training import run_folder
@@ -44,7 +45,7 @@ class ReportedRun:
     followed: list[TokenRecord]  # one trace a sequence
     texts: TokenTexts | None  # None without records, or without a tokenizer that has their tokens
     tables: TokenTables | None
-    why_no_tables: str | None
+    why_no_tokens: str | None
     notes: list[str]
 
     def total(self, key: str) -> float:
@@ -85,10 +86,7 @@ def _read_run(folder: Path, name: str, tokenizer_path: str | None, **options: An
         try:
             tokenizer = run_folder.load_run_tokenizer(folder, recipe.model.path, tokenizer_path)
             texts = TokenTexts(tokenizer, [one for record in (*records, *followed) for one in record.sequences])
-            if are_uniform(records):
-                why = "All recorded tokens have the uniform weight: none gained or lost."
-            else:
-                tables = make_tables(records, texts, **options)
+            tables = make_tables(records, texts, **options)
         except UserError as error:
             if tokenizer_path is not None:
                 raise
@@ -115,12 +113,17 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
         first, values = members[0], flat_values(members[0].recipe)
         # `vcore` for method.name, `kl_budget 0.1` for method.kl_budget
         names = {key: "" if key.endswith(".name") else f"{key.rpartition('.')[2]} " for key in keys}
-        settings = [f"{names[key]}{format_value(values[key])}" for key in keys if values.get(key) is not None]
+        settings = [f"{names[key]}{show_value(values[key])}" for key in keys if values.get(key) is not None]
         cell = first.name.removesuffix(f"/seed_{first.recipe.run.seed}")  # of a sweep
         label = ", ".join(settings) if cell == first.name and len(keys) <= MOST_KEYS_OF_LABEL else ""
         label = label or cell
         groups.append((label + (f" ({len(members)} runs)" if len(members) > 1 else ""), members))
     return groups
+
+
+def show_value(value: Any) -> str:
+    """A value of a recipe as in YAML."""
+    return show(value).strip('"')
 
 
 def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.output_dir",)) -> dict[str, list[Any]]:
@@ -129,13 +132,6 @@ def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.outp
     keys = dict.fromkeys(key for values in flat for key in values)
     values_of = {key: [values.get(key) for values in flat] for key in keys if key not in ignored}
     return {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
-
-
-def format_value(value: Any) -> str:
-    """A recipe's value as in YAML."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------

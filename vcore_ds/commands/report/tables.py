@@ -1,5 +1,6 @@
 """The page and the text of a report: results, costs, tokens by weight, differences of recipes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -24,9 +25,9 @@ from vcore_ds.commands.report.page import (
 from vcore_ds.commands.report.runs import (
     ReportedRun,
     differences,
-    format_value,
     group_runs,
     make_charts,
+    show_value,
 )
 from vcore_ds.commands.report.tokens import KIND, POSITION, SOURCE, SOURCES, Row, TokenTables, TokenTexts
 from vcore_ds.common.text import count, duration
@@ -52,23 +53,26 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     descriptions = {kind: [description for description, _ in some] for kind, some in encoded.items()}
     groups = group_runs(runs)
     labels, charts = [label for label, _ in groups], make_charts(groups)
-    constants = [f"{chart.title} {chart.format_values(labels)}" for chart in charts if chart.is_constant()]
+    constants = [f"{chart.title} {chart.show_values(labels)}" for chart in charts if chart.is_constant()]
     data = descriptions | {
         "groups": labels,
         "curves": [asdict(chart) for chart in charts if not chart.is_constant()],
         "weightRange": weight_range(with_texts),
     }
     has_utilities = any("utility" in description["measures"] for description in descriptions["tokens"])
-    missing_tables = [f"{run.name}: {run.why_no_tables}" for run in runs if run.why_no_tables]
+    missing = [f"{run.name}: {run.why_no_tokens}" for run in runs if run.why_no_tokens]
     notes = [Notes(f"Warnings on {run.name}", run.notes) for run in runs if run.notes]
     recipes = [Fold(f"recipe.yaml of {run.name}", [Code(run.name, dump_recipe(run.recipe))]) for run in runs]
+    environments = [
+        Fold(f"environment.json of {run.name}", [Code(run.name, json.dumps(run.environment, indent=2))]) for run in runs
+    ]
     movement: list[Block] = [ABOUT_MOVEMENT, Drawing("followed")]
     over_run = [Section("movement", "The same tokens over the run", "Over the run", movement)]
     sections = [
         *first,
         Section("learnt", "", "", [results_table(runs), ABOUT_RESULTS, *notes]),
         *(over_run if encoded["followed"] else []),
-        Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing_tables)]),
+        Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
         Section("gained", "What gained and lost weight", "Gained and lost", compare_weights(runs)),
         Section("map", "Utility against loss", "Utility and loss", [Drawing("density", [] if has_utilities else [
             "No utilities were recorded: only `method.name: vcore` has them."])], in_text=False),
@@ -76,7 +80,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
             [f"Constant over the run: {'; '.join(constants)}."] if constants else [])], in_text=False),
         Section("cost", "Time by phase", "Time", make_phases(runs)),
         Section("recipe", "Recipe", "Recipe", [*_difference_table(runs), *recipes]),
-        Section("environment", "Environment", "Environment", [environment_table(runs)], in_text=False),
+        Section("environment", "Environment", "Environment", environments, in_text=False),
     ]  # fmt: skip
     blobs = {f"{kind}-{i}": blob for kind, some in encoded.items() for i, (_, blob) in enumerate(some)}
     return Page(f"Report on {title}", summarize(runs), sections, data, blobs)
@@ -120,9 +124,9 @@ def _make_trace(texts: TokenTexts, record: TokenRecord, tokens: SequenceTokens) 
         facts.append(f"alpha {tokens.alpha:.4g}")
         if (share := f"{tokens.share / tokens.uniform_share:.4g}") != "1":
             facts.append(f"{share}× the uniform share of the batch")
-    known = {"weight": tokens.relative_weights, "loss": tokens.losses}
-    known |= {"utility": tokens.utilities, "entropy": tokens.entropies}
-    measures = {name: values for name, values in known.items() if values is not None}
+    measures = {"weight": tokens.relative_weights, "loss": tokens.losses}
+    optional = {"utility": tokens.utilities, "entropy": tokens.entropies}
+    measures |= {name: values for name, values in optional.items() if values is not None}
     title, supervised = f"Step {record.step}, {source} {number}", np.ones(len(tokens), dtype=np.bool_)
     prompt = texts.read_prompt(tokens)
     return PageTrace(record.step, source, number, title, facts, tokens, measures, supervised, num_tokens, prompt, note)
@@ -193,7 +197,8 @@ def compare_weights(runs: Sequence[ReportedRun]) -> list[Block]:
         if cells:
             compared.append(Table(f"Relative weight by {title}", ["", *(name for name, _ in with_tables)], cells))
     folds = [_fold_tokens(name, tables, is_open=number == 0) for number, (name, tables) in enumerate(with_tables)]
-    return [ABOUT_WEIGHTS, *compared, *(folds or ["No run here has tokens that gained or lost weight."])]
+    nothing = [] if folds else ["No run here has tokens that gained or lost weight."]
+    return [ABOUT_WEIGHTS, *compared, *folds, *nothing]
 
 
 def _fold_tokens(name: str, tables: TokenTables, *, is_open: bool) -> Fold:
@@ -222,23 +227,8 @@ def _token_table(caption: str, rows: Sequence[Row]) -> Table:
 
 def _difference_table(runs: Sequence[ReportedRun]) -> list[Table]:
     """The keys in which the recipes differ, if any."""
-    rows = [[key, *map(format_value, values)] for key, values in differences(runs).items()]
+    rows = [[key, *map(show_value, values)] for key, values in differences(runs).items()]
     return [Table("Keys in which the recipes differ", ["", *(run.name for run in runs)], rows)] if rows else []
-
-
-def environment_table(runs: Sequence[ReportedRun]) -> Table:
-    """A row per entry of environment.json; packages and other mappings have a row for each of theirs."""
-    flat: list[dict[str, Any]] = [{} for _ in runs]
-    for values, run in zip(flat, runs, strict=True):
-        for key, value in run.environment.items():
-            if isinstance(value, dict):
-                prefix = "" if key == "packages" else f"{key}: "
-                values |= {f"{prefix}{name}": entry for name, entry in value.items()}
-            elif key != "resumed":
-                values[key] = " ".join(map(str, value)) if isinstance(value, list) else value
-    keys = list(dict.fromkeys(key for values in flat for key in values))
-    rows = [[key, *(str(values.get(key, NOTHING)) for values in flat)] for key in keys]
-    return Table("Environment", ["", *(run.name for run in runs)], rows)
 
 
 def summarize(runs: Sequence[ReportedRun]) -> str:
@@ -268,6 +258,7 @@ compares the two."""
 def _measure_results(run: ReportedRun) -> dict[str, str]:
     """Name -> a loss before and after training, an accuracy, or an amount."""
     before, after, mean = run.held_out.before, run.held_out.after, MEANS[run.held_out.normalization]
+    ends: dict[str, tuple[float | None, float | None]]
     ends = {f"held-out loss{name and f', {name}'} (nats{mean})": (before.get(name), after[name]) for name in after}
     title = f"training loss, first and last step (nats{MEANS[run.recipe.method.normalization]})"
     ends[title] = (run.metrics[0].get("loss"), run.metrics[-1].get("loss"))
@@ -277,6 +268,6 @@ def _measure_results(run: ReportedRun) -> dict[str, str]:
         for name, task in run.evaluated.items()
     }
     amounts = {"step": run.num_steps, "sequence": run.total("sequences"), "token": run.total("supervised_tokens")}
-    amounts |= {"rank": run.environment.get("world_size")}
+    amounts["rank"] = run.environment.get("world_size") or 0
     amount = ", ".join(count(number, name) for name, number in amounts.items() if number)
     return results | {"training": f"{run.recipe.method.name}, {amount}: {duration(run.total('seconds'))}"}

@@ -197,15 +197,6 @@ class TokenTables:
     """`KIND`, with `IN_ANSWER`, whose tokens are also counted by kind; `POSITION`; `SOURCE`, if there are several."""
 
 
-def are_uniform(records: Sequence[TokenRecord]) -> bool:
-    """Whether all recorded tokens have the uniform weight, up to rounding."""
-    return all(
-        bool(np.all(np.abs(sequence.relative_weights - 1.0) <= UNIFORM_TOLERANCE))
-        for record in records
-        for sequence in record.sequences
-    )
-
-
 def make_tables(
     records: Sequence[TokenRecord], texts: TokenTexts, *, top: int = 15, min_count: int | None = None
 ) -> TokenTables:

@@ -228,17 +228,12 @@ def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
     done = {run.name for run in runs}
     missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
-    titles = sorted(
-        dict.fromkeys(title for run in runs for title in _losses(run)), key=lambda title: title.startswith(TRAINING)
-    )
+    titles = list(dict.fromkeys(title for run in runs for title in _losses(run)))
+    costs = [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items() if by_seed]
     blocks: list[Block] = [
         *([f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}."] if missing else []),
         _result_table(sweep, by_cell, titles),
-        Table(
-            "Cost, mean over seeds",
-            COSTS,
-            [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items()],
-        ),
+        Table("Cost, mean over seeds", COSTS, costs),
         # of a held-out loss, or the training loss if there is none
         *(scaling_tables(by_cell, titles[0], lambda run: _losses(run).get(titles[0])) if titles else []),
         NOTE,
@@ -291,8 +286,6 @@ COSTS = ["cell", "steps", "supervised tokens", "seconds a step", "hours x ranks"
 def _costs(runs: Sequence[ReportedRun]) -> list[str]:
     """`COSTS` of a cell's runs. A step that was lost and repeated counts once. The first step, which allocates and
     compiles, is included."""
-    if not runs:
-        return [NOTHING] * (len(COSTS) - 1)
     steps, seconds = [run.num_steps for run in runs], [run.total("seconds") for run in runs]
     ranks = [run.environment.get("world_size") for run in runs]
     hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
