@@ -28,7 +28,7 @@ from tests.experiments.settings import read_results
 from tests.experiments.task import measure_trace_separation
 from tests.helpers.commands import REPOSITORY
 from vcore_ds import probe_direction, token_utilities
-from vcore_ds.common.statistics import cell
+from vcore_ds.common.statistics import cell, paired
 from vcore_ds.data.answers import final_answer
 
 MODEL = REPOSITORY / "runs" / "quickstart_data" / "SmolLM2-135M-Instruct"
@@ -223,38 +223,39 @@ def _groups(traces: Sequence[Trace], size: int) -> Iterator[Sequence[Trace]]:
 def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the results of all rows of a setting and seed."""
     data = make_data(setting, seed)
-    start = time.process_time()
-    learner = new_learner()
-    learner.train(data["train"])
-    result = {"row": SFT, "cpu_seconds": time.process_time() - start}
-    yield result | evaluate(learner, data["problems"], setting)
-
-    start = time.process_time()
-    utilities = learner.utilities(data["train"], data["trusted"])
-    seconds_score = time.process_time() - start
-    is_spoiled = torch.tensor([trace.is_spoiled for trace in data["train"]])
-    kinds = torch.tensor([trace.type for trace in data["train"]])
-    kept = utilities.argsort(descending=True)[:NUM_KEPT]
-    separation = {
-        "auc": measure_trace_separation(utilities, is_spoiled),
-        "auc_by_type": [
-            measure_trace_separation(utilities[kinds == kind], is_spoiled[kinds == kind])
-            for kind in range(setting.num_types)
-        ],
-        "auc_of_loss": measure_trace_separation(-learner.mean_losses(data["train"]), is_spoiled),
-        "right_share_kept": float((~is_spoiled[kept]).float().mean()),
-        "kept_by_type": torch.bincount(kinds[kept], minlength=setting.num_types).tolist(),
-    }
-    learner.close()
-    for row, traces in ((SELECTION, [data["train"][i] for i in kept.tolist()]), (POOL, data["trusted"])):
+    train = data["train"]
+    traces, measured = {SFT: train, POOL: data["trusted"]}, {}
+    for row in ROWS:
         start = time.process_time()
         learner = new_learner()
-        learner.train(traces)
-        result = {"row": row, "cpu_seconds": time.process_time() - start}
-        if row == SELECTION:
-            result |= {"cpu_seconds_score": seconds_score, **separation}
+        learner.train(traces[row])
+        result = {"row": row, "cpu_seconds": time.process_time() - start, **measured.get(row, {})}
         yield result | evaluate(learner, data["problems"], setting)
+        if row == SFT:
+            start = time.process_time()
+            utilities = learner.utilities(train, data["trusted"])
+            seconds = time.process_time() - start
+            kept = utilities.argsort(descending=True)[:NUM_KEPT]
+            traces[SELECTION] = [train[i] for i in kept.tolist()]
+            separation = _measure_separation(train, utilities, learner.mean_losses(train), kept, setting.num_types)
+            measured[SELECTION] = {"cpu_seconds_score": seconds, **separation}
         learner.close()
+
+
+def _measure_separation(
+    traces: Sequence[Trace], utilities: Tensor, losses: Tensor, kept: Tensor, num_types: int
+) -> dict[str, Any]:
+    """How well utilities, and losses, tell spoiled traces from right ones."""
+    is_spoiled = torch.tensor([trace.is_spoiled for trace in traces])
+    kinds = torch.tensor([trace.type for trace in traces])
+    by_type = [(utilities[kinds == kind], is_spoiled[kinds == kind]) for kind in range(num_types)]
+    return {
+        "auc": measure_trace_separation(utilities, is_spoiled),
+        "auc_by_type": [measure_trace_separation(*one) for one in by_type],
+        "auc_of_loss": measure_trace_separation(-losses, is_spoiled),
+        "right_share_kept": float((~is_spoiled[kept]).float().mean()),
+        "kept_by_type": torch.bincount(kinds[kept], minlength=num_types).tolist(),
+    }
 
 
 def evaluate(learner: Learner, problems: Sequence[Trace], setting: Setting) -> dict[str, Any]:
@@ -297,32 +298,23 @@ def report() -> None:
         by_row = {row: {r["seed"]: r for r in results if (r["setting"], r["row"]) == (name, row)} for row in ROWS}
         if not by_row[SFT]:
             continue
-        print(f"### {name}\n")
         print(
-            "| row | right answers, % | to `sft` | to the pool alone | seeds | by type | as spoiled, % | CPU seconds |"
+            f"### {name}\n\n| row | right answers, % | to `sft` | to the pool alone | seeds | by type | as spoiled, % |"
         )
-        print("|---" * 8 + "|")
+        print("|---" * 7 + "|")
+        right = {row: {seed: 100 * r["right"] for seed, r in sorted(by_row[row].items())} for row in ROWS}
         for row, by_seed in by_row.items():
-            seeds = sorted(by_seed)
-            right = [100 * by_seed[seed]["right"] for seed in seeds]
-            cells = [row, cell(right, 0)]
+            cells = [row, cell(list(right[row].values()), 0)]
             for other in (SFT, POOL):
-                to_other = [
-                    value - 100 * by_row[other][seed]["right"] for value, seed in zip(right, seeds, strict=True)
-                ]
-                cells.append("" if row == other else cell(to_other, 0, difference=True))
-            by_type = 100 * np.mean([by_seed[seed]["right_by_type"] for seed in seeds], axis=0)
-            seconds = np.mean([by_seed[s]["cpu_seconds"] + by_seed[s].get("cpu_seconds_score", 0.0) for s in seeds])
-            cells += [
-                ", ".join(f"{value:.0f}" for value in right),
-                ", ".join(f"{value:.0f}" for value in by_type) if setting.num_types > 1 else "",
-                cell([100 * by_seed[seed]["spoiled"] for seed in seeds], 0),
-                f"{seconds:.0f}",
-            ]
+                differences = paired(right[row], right[other])
+                cells.append("" if row == other else cell(differences, 0, difference=True))
+            by_type = 100 * np.mean([result["right_by_type"] for result in by_seed.values()], axis=0)
+            cells.append(", ".join(f"{value:.0f}" for value in right[row].values()))
+            cells.append(", ".join(f"{value:.0f}" for value in by_type) if setting.num_types > 1 else "")
+            cells.append(cell([100 * result["spoiled"] for result in by_seed.values()], 0))
             print("| " + " | ".join(cells) + " |")
         for result in by_row[SELECTION].values():
-            keys = ("seed", "auc", "auc_by_type", "auc_of_loss", "right_share_kept", "kept_by_type")
-            print({key: result[key] for key in keys})
+            print({key: result[key] for key in ("seed", "auc", "auc_by_type", "auc_of_loss", "right_share_kept")})
         print()
 
 

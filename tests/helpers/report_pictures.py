@@ -38,13 +38,10 @@ def main() -> None:
 
 def _shoot(page: "Page", first: str, last: str, path: Path) -> None:
     """Save a screenshot as wide as the window, from one element to another."""
-    scrolled = page.evaluate("scrollY")
-    top = page.locator(first).first.bounding_box()["y"] + scrolled - MARGIN
-    box = page.locator(last).first.bounding_box()
-    bottom = box["y"] + box["height"] + scrolled + MARGIN
-    width = page.viewport_size["width"]
-    page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": width, "height": bottom - top})
-    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+    start, box = page.locator(first).first.bounding_box(), page.locator(last).first.bounding_box()
+    top = start["y"] + page.evaluate("scrollY") - MARGIN
+    height, width = box["y"] + box["height"] - start["y"] + 2 * MARGIN, page.viewport_size["width"]
+    page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": width, "height": height})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""`vcore-ds sweep` on real runs: 2 methods x 2 seeds of a tiny model, killed, failing, interrupted and resumed on this
-machine, end with the same table as a job array."""
+"""`vcore-ds sweep` on real runs: 2 methods x 2 seeds of a tiny model, killed and resumed on this machine, end with the
+same table as a job array. `e2e/test_sweep_command.py` interrupts runs and lets them fail."""
 
 import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -29,74 +28,38 @@ RUNS = [f"{cell}/seed_{seed}" for cell in ("sft", "vcore") for seed in SEEDS]
 
 @pytest.fixture(scope="module")
 def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep on this machine that took five commands."""
-    folder = tmp_path_factory.mktemp("sweeps")
-    here, probes = folder / "here", folder / "here" / "probe.jsonl"
-    # Probes come from a file that is not there yet.
-    file = write_sweep(here, setup, SEEDS, CHANGES, vcore=[f"data.probe_path={probes}"])
+    """The folder of a sweep on this machine that was killed with all its processes in the middle of the second run, and
+    then resumed."""
+    here = tmp_path_factory.mktemp("sweeps") / "here"
+    file = write_sweep(here, setup, SEEDS, CHANGES)
     line, sweep = f"vcore-ds sweep {file}", here / "sweep"
-
-    # Killed with all its processes in the middle of the second run.
-    with Job(line, folder / "killed.log") as job:
+    with Job(line, here.parent / "killed.log") as job:
         wait_for_step(job, sweep / "runs" / RUNS[1], 27)
+        assert read_sweep_folder(sweep).state(RUNS[1]) == State.RUNNING
     assert read_states(line) == ["done", "stopped", "waiting", "waiting"]
     assert not (sweep / "runs" / RUNS[1] / "adapter").exists()
-
-    # Two runs fail one after the other without stopping the others.
-    failed = run_command(line)
-    assert failed.returncode == 1 and "Traceback" not in failed.stdout, failed.stdout
-    assert failed.stdout.startswith(f"[1/4] {RUNS[0]}: done already\n")
-    end = failed.stdout.partition("\nvcore-ds: ")[2].splitlines()
-    assert end[0] == "2 of 4 runs are done, 2 failed:"
-    for run, text in zip(RUNS[2:], end[1:3], strict=True):
-        assert text.startswith(f"  {run}: exit code 2: vcore-ds: {probes}: there is no such file")
-    assert "Resumed after step " in (sweep / "logs" / f"{RUNS[1]}.log").read_text()
-    assert read_states(line) == ["done"] * 2 + ["failed"] * 2
-
-    # Ctrl-C in the middle of a run.
-    probes.write_bytes(setup.validation.read_bytes())
-    with Job(line, folder / "interrupted.log") as job:
-        wait_for_step(job, sweep / "runs" / RUNS[2], 5)
-        assert read_sweep_folder(sweep).state(RUNS[2]) == State.RUNNING
-        job.launcher.send_signal(signal.SIGINT)
-        assert job.wait() == 85, job.output
-        assert "vcore-ds: stopped by SIGINT: 2 of 4 runs are done, 1 failed, 1 stopped. The same command" in job.output
-    assert read_states(line)[2:] == ["stopped", "failed"]
-
     finished = run_command(line)
-    assert finished.returncode == 0, finished.stdout
-    assert f"4 of 4 runs are done. Tables and curves: vcore-ds report {sweep}" in finished.stdout
-    assert "Resumed after step " in (sweep / "logs" / f"{RUNS[2]}.log").read_text()
+    assert finished.returncode == 0 and finished.stdout.startswith(f"[1/4] {RUNS[0]}: done already\n"), finished.stdout
+    assert "Resumed after step " in (sweep / "logs" / f"{RUNS[1]}.log").read_text()
     again = run_command(line)
     assert again.returncode == 0 and again.stdout.count(": done already") == 4
     return here
 
 
 def test_a_disturbed_sweep_finishes_all_runs(disturbed: Path) -> None:
-    sweep, file = disturbed / "sweep", disturbed / "sweep_file.yaml"
-    table = report_losses(sweep)
+    table = report_losses(disturbed / "sweep")
     assert [row[:3] for row in table[1:]] == [["sft", "2", ""], ["vcore", "2", "sft"]]
     assert len(table[2]) > 3 and all(table[2][3:])
     for run in RUNS:
-        assert [step["step"] for step in read_metrics(sweep / "runs" / run)] == list(range(1, NUM_STEPS + 1))
-
-    # The runs do not count for another recipe.
-    text = file.read_text()
-    try:
-        file.write_text(text.replace(CHANGES[0], f"schedule.num_steps={NUM_STEPS + 1}"))
-        mixed = run_command(f"vcore-ds sweep {file}")
-    finally:
-        file.write_text(text)
-    assert mixed.returncode == 2 and f"schedule.num_steps: {NUM_STEPS} there, {NUM_STEPS + 1} here" in mixed.stdout
+        steps = [step["step"] for step in read_metrics(disturbed / "sweep" / "runs" / run)]
+        assert steps == list(range(1, NUM_STEPS + 1))
 
 
 def test_a_job_array_gives_the_same_table(
     cluster: Cluster, setup: TinySetup, checkout: Path, disturbed: Path, tmp_path: Path
 ) -> None:
     """Each unfinished run has a node. The last task is stopped and requeued alone."""
-    file = write_sweep(
-        tmp_path / "there", setup, SEEDS, CHANGES, vcore=[f"data.probe_path={disturbed / 'probe.jsonl'}"]
-    )
+    file = write_sweep(tmp_path / "there", setup, SEEDS, CHANGES)
     folder = tmp_path / "there" / "sweep"
     begin_sweep(load_sweep(file, None))
     for run in RUNS[::2]:

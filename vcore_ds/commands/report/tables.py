@@ -53,7 +53,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     descriptions = {kind: [description for description, _ in some] for kind, some in encoded.items()}
     groups = group_runs(runs)
     labels, charts = [label for label, _ in groups], make_charts(groups)
-    constants = [f"{chart.title} {chart.show_values(labels)}" for chart in charts if chart.is_constant()]
+    constants = [f"{chart.title} {chart.format_values(labels)}" for chart in charts if chart.is_constant()]
     data = descriptions | {
         "groups": labels,
         "curves": [asdict(chart) for chart in charts if not chart.is_constant()],
