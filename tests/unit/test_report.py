@@ -215,7 +215,7 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     )
     assert [run.name for run in runs] == ["a", "b", "c"]
     groups = group_runs(runs)
-    assert [group.label for group in groups] == ["kl_budget 0.05 (2 runs)", "kl_budget 0.1"]
+    assert [label for label, _ in groups] == ["kl_budget 0.05 (2 runs)", "kl_budget 0.1"]
     charts = {chart.key: chart for chart in make_charts(groups)}
     both, single = charts["loss"].series
     assert both.steps == [1, 2, 3] and both.values == pytest.approx([1.5, 0.75, 0.5])  # steps that both have
@@ -269,7 +269,7 @@ def test_adams_first_step_is_not_on_the_scale_of_the_others(tmp_path: Path) -> N
 def test_constant_measures_are_shown_as_values(tmp_path: Path) -> None:
     def read_constants(*folders: Path) -> dict[str, str]:
         groups = group_runs(read_reported(*folders))
-        labels = [group.label for group in groups]
+        labels = [label for label, _ in groups]
         return {chart.key: chart.format_values(labels) for chart in make_charts(groups) if chart.is_constant()}
 
     def write(name: str, kl: Callable[[int], float], num_steps: int = 4, **sections) -> Path:

@@ -81,15 +81,15 @@ PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"seeds": [1, 1]}, ["mine.yaml:3: seeds: found [1, 1]"]),
     ({"reference": "other"}, ['reference: found "other"']),
-    ({"cells": None, "grid": MANY}, ["mine.yaml:4: grid: found 200,000,000,000,000,000,000 runs"]),
+    ({"cells": None, "grid": MANY}, ["mine.yaml:6: grid: found 200,000,000,000,000,000,000 runs"]),
     ({"cells": dict.fromkeys(map(str, range(5000)))}, ["cells: found 10,000 runs"]),
     ({"grid": {"run.seed": [1, 2]}, "cells": None}, ["mine.yaml: seed=1, seed=2: found two cells"]),
-    ({"cells": {"a": None}, "grid": {"x": {"a": None}}}, ["mine.yaml:4: cells: found cells of one name"]),
+    ({"cells": {"a": None}, "grid": {"x": {"a": None}}}, ["mine.yaml:6: cells: found cells of one name"]),
     ({"cells": {"a": None, "b": "method.kl_budget=0.05", "c": SFT}}, ["mine.yaml: a, b: found two cells"]),
     # Before anything starts, all problems of all cells; one of all cells is reported once, without the cells.
     (
         {"cells": {"a": "optimizer.learning_rate=x", "b": ["method.kl_budgte=1", "absent.yaml"], "c": None}},
-        ["mine.yaml: a: override optimizer.learning_rate=x", "mine.yaml: b: absent.yaml: no"],
+        ["mine.yaml: a: override optimizer.learning_rate=x", "mine.yaml: b: absent.yaml: found no such file"],
     ),
     ({"common": ["optimizer.learning_rate=x"]}, ["override optimizer.learning_rate=x"]),
 ]  # fmt: skip
