@@ -178,10 +178,6 @@ def test_records_that_the_text_report_cannot_show_get_a_message(folder: Path, tm
     assert "Name it with --tokenizer" in output
     make_tokenizer().save_pretrained(tmp_path / "small")
     for words, message in (
-        (
-            [folder / "vcore", "--step", 7],
-            f"--step: found 7; expected a step with recorded tokens in {folder / 'vcore'}: 1, 2",
-        ),
         ([copy, "--tokenizer", tmp_path], f"--tokenizer: {tmp_path}: no tokenizer can be loaded from there"),
         (
             [copy, "--tokenizer", tmp_path / "small"],
