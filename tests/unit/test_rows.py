@@ -307,11 +307,3 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(pr
     assert describe_reading(str(store)) == [f"{store}: format messages 2", f"{store}: {line}"]
     lines = [text.partition(": ")[2] for text in describe_reading(str(tmp_path / "rows.jsonl"))]
     assert lines == ["2 rows", "format messages 2", "ignored: `id` 2, `source` 1"]
-
-
-def test_thinking_of_earlier_turns_is_kept_or_the_turn_is_context() -> None:
-    messages = [QUESTION, {**ANSWER, "reasoning_content": "hm"}] * 2
-    rendered = render_conversation(Conversation(messages), make_template_tokenizer("llama3_1"))
-    assert [rendered.text[slice(*span)] for span in rendered.spans] == ["<think>\nhm\n</think>\n\na<|eot_id|>"] * 2
-    rendered = render_conversation(Conversation(messages), make_template_tokenizer("qwen3"))
-    assert rendered.spans.count(None) == 1  # counted as not supervised

@@ -21,16 +21,6 @@ def tokenize(name: str, *messages: tuple[str, str]):
     return conversations.tokenize([turns], make_template_tokenizer(name))[0]
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_thinking_and_the_end_of_turn_are_supervised_with_exactly_one_pair(name: str) -> None:
-    sequence = tokenize(name, ("user", "2 + 2?"), ("assistant", THINKING))
-    (target,) = decode_supervised_spans(name, sequence)
-    expected = THINKING + SPECIAL[name][1]
-    assert target == (expected.removeprefix("<think>\n") if name in OPENED_BY_PROMPT else expected)
-    text = make_template_tokenizer(name).decode(sequence.input_ids)
-    assert (text.count("<think>"), text.count("</think>")) == (1, 1)
-
-
 @pytest.mark.parametrize("prompt", [math_prompt("What is $2 + 2$?"), code_prompt("Add two numbers.\n\nInput\n\n2 2")])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_the_training_prompt_is_the_evaluation_prompt(name: str, prompt: str) -> None:

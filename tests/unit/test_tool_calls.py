@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.conversations import prepare_rows
 from tests.helpers.template_table import TOOLS as WEATHER
 from tests.helpers.templates import decode_supervised_spans, make_template_tokenizer
-from vcore_ds.data.conversations import render_conversation, render_prompt
+from vcore_ds.data.conversations import render_conversation
 from vcore_ds.data.messages import Malformed
 from vcore_ds.data.prepare.rows import read_chat_row
 from vcore_ds.data.store import TokenStore
@@ -133,20 +133,6 @@ def test_thinking_before_a_call_of_gpt_oss_is_context_of_its_answer_as_at_infere
     assert sequence.input_ids[: len(prompt)].tolist() == prompt
     analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
     assert decode_supervised_spans("gpt_oss", sequence) == [analysis + GPT_OSS_CALL, GPT_OSS_FINAL]
-
-
-def test_thinking_of_gpt_oss_without_tools_goes_to_its_channel() -> None:
-    for turn in (
-        {**FINAL, "reasoning_content": "So 18."},
-        {**FINAL, "thinking": "So 18."},
-        {**FINAL, "content": f"<think>\nSo 18.\n</think>\n\n{FINAL['content']}"},
-    ):
-        sequence = tokenize_row("gpt_oss", {"messages": [ASK, turn]})
-        expected = compute_reference_ids("gpt_oss", [ASK, {**FINAL, "thinking": "So 18."}], None)
-        assert sequence.input_ids.tolist() == expected
-        (target,) = decode_supervised_spans("gpt_oss", sequence)
-        assert target == f"<|channel|>analysis<|message|>So 18.<|end|><|start|>assistant{GPT_OSS_FINAL}"
-    assert "Current date: 2024-07-26" in render_prompt([ASK], make_template_tokenizer("gpt_oss"))
 
 
 def test_calls_before_a_later_question_lose_their_thinking_and_are_context() -> None:
