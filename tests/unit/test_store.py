@@ -15,7 +15,7 @@ from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
 from vcore_ds.data.dataset import keep_random_tokens
-from vcore_ds.data.store import TokenStore, check_contents, hash_tokenizer, write_store
+from vcore_ds.data.store import TokenStore, check_contents, describe_tokenizer, write_store
 from vcore_ds.data.tokenization import TokenizedSequence
 
 
@@ -109,9 +109,9 @@ def test_the_digest_covers_tokens_and_supervision(store: Path, tmp_path: Path) -
 
 def test_a_tokenizers_settings_of_the_last_call_are_not_part_of_its_hash() -> None:
     tokenizer = make_tokenizer()
-    before = hash_tokenizer(tokenizer)
+    before = describe_tokenizer(tokenizer)
     tokenizer("some text", truncation=True, max_length=3)
-    assert hash_tokenizer(tokenizer) == before
+    assert describe_tokenizer(tokenizer) == before
 
 
 def truncate(path: Path, num_bytes: int) -> None:

@@ -214,18 +214,15 @@ class _ContentCheck:
             beside = "the text beside the call in " if "tool_calls" in message else ""
             for key, what in (("reasoning_content", "the thinking of "), ("content", beside)):
                 if message.get(key, "").strip():
-                    message[key] = self._make_word(message[key], f"{what}message {i} (assistant)")
+                    word = f"QZX{len(self._words)}ZXQ"
+                    self._words[word] = message[key], f"{what}message {i} (assistant)"
+                    message[key] = word
         self._text, _, self.composition = template.compose(self._marked)
         dropped = [word for word in self._words if word not in self._text]
         self.lost_thinking = [
             turn for turn, message in enumerate(self._marked) if message.get("reasoning_content") in dropped
         ]
         """Turns whose thinking the template leaves out, which the model would not have generated so."""
-
-    def _make_word(self, text: str, what: str) -> str:
-        word = f"QZX{len(self._words)}ZXQ"
-        self._words[word] = text, what
-        return word
 
     def find_problem(self, text: str) -> str:
         """Say what the text lacks, repeats or changes; empty for nothing. Thinking may be left out of earlier turns,

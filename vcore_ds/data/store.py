@@ -181,16 +181,13 @@ class TokenStore(TokenizedSequences):
 
     def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         check_tokenizer(tokenizer)
-        made_with = self.manifest["tokenizer"]
-        for what, expected, stored in (
-            ("tokenizer", hash_tokenizer(tokenizer), made_with["hash"]),
-            ("chat template", hash_template(tokenizer), made_with["chat_template_hash"]),
-        ):
-            if stored != expected:
+        name, made_with, expected = tokenizer.name_or_path, self.manifest["tokenizer"], describe_tokenizer(tokenizer)
+        for what, key in (("tokenizer", "hash"), ("chat template", "chat_template_hash")):
+            if made_with[key] != expected[key]:
                 raise UserError(
-                    f"{self.folder}: found tokens of another {what} (that of {made_with['name']}, {stored[:12]}), "
-                    f"expected the {what} of {tokenizer.name_or_path} ({expected[:12]}); {REMEDY} "
-                    f"and --tokenizer {tokenizer.name_or_path}"
+                    f"{self.folder}: found tokens of another {what} (that of {made_with['name']}, "
+                    f"{made_with[key][:12]}), expected the {what} of {name} ({expected[key][:12]}); {REMEDY} and "
+                    f"--tokenizer {name}"
                 )
 
 
@@ -327,22 +324,10 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
 
 
 def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """Name of the tokenizer, and hashes of everything that affects tokenization."""
-    return {
-        "name": str(tokenizer.name_or_path),
-        "hash": hash_tokenizer(tokenizer),
-        "chat_template_hash": hash_template(tokenizer),
-    }
-
-
-def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of vocabulary, merges, normalisation and special tokens; without truncation and padding, which remember
-    the last call."""
+    """Name of the tokenizer, and SHA-256 of what affects tokenization: vocabulary, merges, normalisation and special
+    tokens; the chat template. Truncation and padding, which remember the last call, are not part of it."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     del parts["truncation"], parts["padding"]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def hash_template(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of the chat template that renders conversations."""
-    return hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()
+    texts = {"hash": json.dumps(parts, sort_keys=True), "chat_template_hash": tokenizer.get_chat_template()}
+    hashes = {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+    return {"name": str(tokenizer.name_or_path), **hashes}

@@ -46,11 +46,6 @@ class ComposedText(NamedTuple):
     composition: Composition
 
 
-@lru_cache
-def _fix_date(template: str) -> str:
-    return _TODAY.sub(lambda today: repr(_DATE.strftime(today[2])), template)
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """A chat template with the functions and variables of a conversation, whose messages are in the form of
@@ -68,8 +63,10 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Take the tokenizer's template."""
-        return cls(tokenizer, _fix_date(tokenizer.get_chat_template(tools=list(tools) or None)), tools, variables or {})
+        """Take the tokenizer's template, with a fixed date."""
+        source = tokenizer.get_chat_template(tools=list(tools) or None)
+        source = _TODAY.sub(lambda today: repr(_DATE.strftime(today[2])), source)
+        return cls(tokenizer, source, tools, variables or {})
 
     @property
     def asks_for_thinking(self) -> bool:

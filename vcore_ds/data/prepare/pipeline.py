@@ -289,7 +289,7 @@ def prepare(
         report = conversion.report()
         listed = folder / "malformed.txt"
         if report.faults:
-            write_text(listed, report.list_faults())
+            write_text(listed, "\n".join([*dict.fromkeys(report.faults), ""]))
         refuse_malformed(", ".join(request.sources), report.num_malformed, report.num_drawn, max_malformed, listed)
         if not report.num_kept:
             discard_parts(folder)  # the same request would fail again, and another one cannot use them

@@ -98,10 +98,6 @@ class PrepareReport:
         p50, p95 = np.percentile(lengths, [50, 95], method="inverted_cdf").tolist()
         return {"mean": round(float(lengths.mean()), 2), "p50": p50, "p95": p95, "max": int(lengths.max())}
 
-    def list_faults(self) -> str:
-        """List the malformed rows, each in a line."""
-        return "\n".join(dict.fromkeys(self.faults)) + "\n"
-
     def describe_reading(self) -> list[str]:
         """Describe turns that rows exclude, and fields without effect, in a line each."""
         lines = []
