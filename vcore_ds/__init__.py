@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from vcore_ds.commands.python_api import score, train
     from vcore_ds.common.errors import UserError
     from vcore_ds.training.run import RunResult
-    from vcore_ds.utility.one_process import ProbeDirection, gibbs_weights, probe_direction, token_utilities
+    from vcore_ds.utility.one_process import (
+        ProbeDirection,
+        VcoreLoss,
+        gibbs_weights,
+        probe_direction,
+        token_utilities,
+    )
 
 __all__ = [
     "ProbeDirection",
     "RunResult",
     "UserError",
+    "VcoreLoss",
     "gibbs_weights",
     "probe_direction",
     "score",
@@ -30,6 +37,7 @@ _MODULES = {
     "ProbeDirection": "vcore_ds.utility.one_process",
     "RunResult": "vcore_ds.training.run",
     "UserError": "vcore_ds.common.errors",
+    "VcoreLoss": "vcore_ds.utility.one_process",
     "gibbs_weights": "vcore_ds.utility.one_process",
     "probe_direction": "vcore_ds.utility.one_process",
     "score": "vcore_ds.commands.python_api",

@@ -37,12 +37,12 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
 
 def run_code(arguments: Sequence[str]) -> int:
     """Run code with a variable `folder`, without the environment variables of a launcher. The code of the page runs in
-    that folder, `SCRIPT` in the repository."""
+    that folder, the scripts in the repository."""
     code, folder = arguments
     plain = {name: value for name, value in command_environment().items() if not name.startswith("TORCHELASTIC_")}
     os.environ.clear()
     os.environ.update(plain)
-    if code != SCRIPT:
+    if code not in (SCRIPT, LOOPS):
         os.chdir(folder)
     exec(code, {"folder": folder})
     return 0
@@ -124,6 +124,114 @@ def test_score_and_train_agree_with_the_functions_and_plain_transformers(tmp_pat
     print(f"run {steps[0]['weighted_loss']}, plain transformers {expected}, uniform {steps[0]['loss']}")
     assert steps[0]["weighted_loss"] == pytest.approx(float(expected), abs=1e-5)
     assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > 1e-4 and len(steps) == 2
+
+
+LOOPS = """
+import json
+
+import pyarrow.parquet as pq
+import torch
+import vcore_ds
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+NUM_STEPS, RATE = 3, 1e-3
+data = {"train_path": f"{folder}/train.jsonl", "validation_path": None, "cache_dir": f"{folder}/cache",
+        "probe_path": f"{folder}/trusted.jsonl"}
+recipe = dict(
+    model={"path": f"{folder}/model", "precision": "fp32"}, lora=None, probe={"batch_size": "all"}, data=data,
+    batch={"global_size": 6}, schedule={"num_steps": NUM_STEPS, "kind": "constant", "warmup_ratio": 0.0},
+    optimizer={"learning_rate": RATE, "weight_decay": 0.0}, run={"num_token_records": 0, "num_followed_traces": 0},
+    engine={"deepspeed_config": "ds_configs/zero3_fp32.json"},
+)
+
+def read_rows(name):
+    output = f"{folder}/{name}_rows"
+    sections = {**recipe, "data": {**data, "train_path": f"{folder}/{name}.jsonl"}}
+    vcore_ds.score("quickstart.yaml", output=output, all_tokens=True, **sections)
+    rows = pq.read_table(f"{output}/utilities.parquet").to_pylist()
+    marked = [[t if s else -100 for t, s in zip(row["input_ids"], row["supervised"])] for row in rows]
+    return [
+        {"input_ids": torch.tensor(row["input_ids"]), "labels": torch.tensor(labels)}
+        for row, labels in zip(rows, marked)
+    ]
+
+def collate(rows):
+    fields = {"input_ids": 0, "labels": -100}
+    batch = {
+        key: pad_sequence([row[key] for row in rows], batch_first=True, padding_value=value)
+        for key, value in fields.items()
+    }
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    return {**batch, "attention_mask": (torch.arange(batch["labels"].shape[1]) < lengths[:, None]).long()}
+
+def load():
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+
+rows, trusted = read_rows("train"), [collate(read_rows("trusted"))]
+recipe["run"]["output_dir"] = f"{folder}/run"
+vcore_ds.train("quickstart.yaml", **recipe)
+expected = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+
+model, vcore, metrics = load(), vcore_ds.VcoreLoss(trusted), []
+optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+for _ in range(NUM_STEPS):
+    loss = vcore(model, collate(rows), optimizer)
+    loss.backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    direction = torch.stack([v.square().sum() for v in vcore.direction.gradient.values()]).sum().sqrt()
+    values = dict(loss=vcore.uniform_loss, alpha=vcore.alpha, grad_norm=norm, probe_loss=vcore.direction.loss,
+                  probe_grad_norm=vcore.direction.gradient_norm, direction_norm=direction)
+    metrics.append({key: float(value) for key, value in values.items()})
+    optimizer.step()
+    optimizer.zero_grad()
+for step, (ours, of_run) in enumerate(zip(metrics, expected, strict=True), 1):
+    largest = max(abs(ours[key] - of_run[key]) / abs(of_run[key]) for key in ours)
+    print("difference", step, largest)
+
+class VcoreTrainer(Trainer):
+    loss_is_scaled_for_ga = False  # a mean over the batch, which the Trainer divides by the accumulation steps
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert model.training
+        return vcore(model, inputs, self.optimizer)
+
+def train_with_trainer(**arguments):
+    global vcore
+    vcore, model = vcore_ds.VcoreLoss(trusted), load()
+    arguments = TrainingArguments(
+        f"{folder}/trainer", max_steps=NUM_STEPS, learning_rate=RATE, lr_scheduler_type="constant", save_strategy="no",
+        report_to="none", optim="adamw_torch", max_grad_norm=1.0, use_cpu=True, **arguments,
+    )
+    VcoreTrainer(model, arguments, collate, rows).train()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+plain = torch.cat([p.detach().flatten() for p in model.parameters()])
+change = (plain - torch.cat([p.detach().flatten() for p in load().parameters()])).norm()
+whole = train_with_trainer(per_device_train_batch_size=6)
+parts = train_with_trainer(per_device_train_batch_size=3, gradient_accumulation_steps=2)
+print("trainer", float((whole - plain).norm() / change), float((parts - plain).norm() / change))
+rounded = train_with_trainer(per_device_train_batch_size=6, bf16=True)
+print("autocast", float((rounded - plain).norm() / change))
+"""
+
+
+def test_a_loop_and_a_trainer_take_the_steps_of_a_run(tmp_path: Path) -> None:
+    """`VcoreLoss` with AdamW, whose direction changes from the second step on."""
+    write_model(tmp_path / "model")
+    write_conversations(tmp_path / "train.jsonl", sums(range(6)))
+    write_conversations(tmp_path / "trusted.jsonl", sums(range(20, 23)))
+    with ForkedJob(run_code, [LOOPS, str(tmp_path)], tmp_path / "log") as job:
+        assert job.wait() == 0, job.output
+    print(job.output)
+    differences = re.findall(r"^difference \d (\S+)", job.output, re.MULTILINE)
+    assert len(differences) == 3 and all(float(difference) < 1e-5 for difference in differences)
+    ((whole, parts),) = re.findall(r"^trainer (\S+) (\S+)$", job.output, re.MULTILINE)
+    assert float(whole) < 1e-5
+    assert float(parts) < 1e-3, "alpha is that of a part there"
+    (rounded,) = re.findall(r"^autocast (\S+)$", job.output, re.MULTILINE)
+    assert float(rounded) < 0.1
 
 
 REPEATED_CALLS = """

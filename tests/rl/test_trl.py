@@ -1,4 +1,4 @@
-"""TRL continues from a real adapter: two steps of GRPO whose rewards differ and whose gradient is not zero.
+"""With TRL: two steps of GRPO from a real adapter, whose rewards differ and whose gradient is not zero; SFT with VCORE.
 
 The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right sometimes. TRL
 is not among this project's packages (docs/export.md):
@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.commands import REPOSITORY, run_command
+from tests.helpers.setups import sums, write_model
+from tests.helpers.tokenizer import CHATML
 from vcore_ds.commands.quickstart.session import DATA
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.data.answers import math_prompt
@@ -92,3 +94,37 @@ def test_grpo_continues_from_the_adapter(run: Path, problems: Path, tmp_path: Pa
     before, after = (load_file(place / "adapter_model.safetensors") for place in (adapter, output))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
+
+
+def test_sft_with_vcore_takes_the_first_step_of_a_run(tmp_path: Path) -> None:
+    # TRL learns all that follows the prompt, a run nothing beyond the end of the turn: no line break there.
+    write_model(tmp_path / "model", chat_template=CHATML.replace("<|im_end|>\n", "<|im_end|>"))
+    for name, numbers in (("train", range(6)), ("trusted", range(20, 23))):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for question, answer in sums(numbers):
+                prompt, completion = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+                file.write(json.dumps({"prompt": [prompt], "completion": [completion]}) + "\n")
+    changes = f"model.path={tmp_path}/model model.precision=fp32 lora=null data.train_path={tmp_path}/train.jsonl"
+    changes += f" data.probe_path={tmp_path}/trusted.jsonl probe.batch_size=all data.validation_path=null"
+    changes += (
+        f" data.cache_dir={tmp_path}/cache schedule.num_steps=1 batch.global_size=6 run.output_dir={tmp_path}/run"
+    )
+    changes += " engine.deepspeed_config=ds_configs/zero3_fp32.json"
+    done = run_command(f"vcore-ds train quickstart.yaml {changes}")
+    assert done.returncode == 0, done.stdout
+    expected = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    options = f"--model_name_or_path {tmp_path}/model --train {tmp_path}/train.jsonl --trusted {tmp_path}/trusted.jsonl"
+    options += f" --output_dir {tmp_path}/trl --max_steps 1 --per_device_train_batch_size 6 --logging_steps 1"
+    options += " --report_to none --use_cpu true --bf16 false --dtype float32 --gradient_checkpointing false"
+    script = REPOSITORY / "launch_scripts" / "trl" / "sft_vcore.py"
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    trained = subprocess.run(
+        [str(TRL), str(script), *options.split()], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-6000:]
+    step = json.loads((tmp_path / "trl" / "trainer_state.json").read_text())["log_history"][0]
+    values = {"uniform_loss": "loss", "alpha": "alpha", "grad_norm": "grad_norm"}
+    print({ours: (step[ours], expected[theirs]) for ours, theirs in values.items()})
+    for ours, theirs in values.items():
+        assert step[ours] == pytest.approx(expected[theirs], rel=1e-5)

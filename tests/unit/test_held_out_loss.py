@@ -9,7 +9,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.method.objective import Normalization
 from vcore_ds.training import console
 from vcore_ds.training.loop import held_out_loss
-from vcore_ds.utility.one_process import unsharded_engine
+from vcore_ds.utility.unsharded import unsharded_engine
 
 
 @pytest.mark.parametrize("normalization", ["sequence", "token"])

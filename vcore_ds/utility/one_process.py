@@ -1,31 +1,28 @@
-"""Token utilities of any Hugging Face model in one process, on the batches of other trainers: the passes of a run,
-without sharding. Public through `vcore_ds`."""
+"""Token utilities and VCORE's loss for any Hugging Face model in one process or its replicas, on the batches of other
+trainers: the passes of a run, without sharding. Public through `vcore_ds`."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, Batch
-from vcore_ds.engine.flat_shards import FlatShards, ShardPosition, as_partitioned
-from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
+from vcore_ds.distributed import layout
+from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
-from vcore_ds.method.objective import Normalization
-from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel, use_eager_attention
-from vcore_ds.models.description import can_replace_attention
-from vcore_ds.models.experts import OUR_EXPERTS, uses_our_experts
+from vcore_ds.method.objective import Normalization, loss_ratio_alpha
+from vcore_ds.models.causal_lm import use_eager_attention
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
+from vcore_ds.utility.unsharded import UnshardedEngine, unsharded_engine
 
 _NUM_CHECKED = 32
 
@@ -38,16 +35,22 @@ _WRAPPER = "causal_lm."
 
 @dataclass(frozen=True)
 class ProbeDirection:
-    """The gradient of the mean loss of probe sequences: positive utility means that learning a token lowers it."""
+    """The direction in which a step on probe sequences moves: learning a token of positive utility lowers their mean
+    loss."""
 
     gradient: Mapping[str, Tensor]
     """By name of the trained parameter, in its shape; in the dtype of the first trained parameter."""
     loss: float  # nats
-    gradient_norm: float  # 2-norm over all trained parameters
+    gradient_norm: float  # 2-norm over all trained parameters, before clipping
 
 
 def probe_direction(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], *, normalization: Normalization = "sequence"
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    normalization: Normalization = "sequence",
+    optimizer: Optimizer | None = None,
+    clip: float | None = None,
 ) -> ProbeDirection:
     """Compute the gradient of the loss over all `batches`, without dropout, in one process.
 
@@ -57,22 +60,38 @@ def probe_direction(
     `model`: a causal language model of transformers, or peft's around one, on one device. `batches`: each with
     `input_ids` and `labels`, `[b, T]`; labels are not shifted, and -100 for tokens that are not supervised; an
     `attention_mask`, if given, is 1 and then 0 in each row. `normalization`: `sequence` for the mean over sequences of
-    the mean over their tokens, `token` for the mean over all tokens. Raises UserError if the model or a batch cannot be
-    used, or loss or gradient is inf or NaN.
+    the mean over their tokens, `token` for the mean over all tokens. `optimizer`: Adam or AdamW of the model, whose
+    next update's Jacobian the gradient is multiplied by (`probe.direction: adam`); None, or one that has made no step,
+    for the gradient itself. `clip`: upper bound of the gradient's norm, with Adam that of the training, because its
+    moments are those of clipped gradients; None for none. Raises UserError if the model, the optimizer or a batch
+    cannot be used, or loss or gradient is inf or NaN.
     """
+    with unsharded_engine(model, optimizer) as engine:
+        return _compute_direction(engine, batches, normalization=normalization, clip=clip)
+
+
+def _compute_direction(
+    engine: UnshardedEngine,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    normalization: Normalization,
+    clip: float | None,
+    is_checked: bool = False,
+) -> ProbeDirection:
+    """As `probe_direction`. `is_checked`: whether the model's losses and derivatives were compared before."""
     probe_batches = [_read_batch(batch) for batch in batches]
     if not probe_batches:
         raise UserError("batches: found none; expected at least one batch of probe sequences")
-    with unsharded_engine(model) as engine:
-        _check_losses(engine, probe_batches[0])
-        direction = Direction(engine)
-        try:
+    direction = Direction(engine)
+    try:
+        if not is_checked:
+            _check_losses(engine, probe_batches[0])
             _check_derivatives(engine, probe_batches[0])
-            probe = direction.compute(probe_batches, normalization=normalization, clip=None)
-        except NonFiniteLoss as error:
-            raise UserError(f"batches: {error}") from None
-        parameters = dict(engine.trainable)
-    pairs = zip(parameters.items(), direction.buffers, strict=True)
+        rule: Literal["adam", "sgd"] = "adam" if engine.num_updates else "sgd"
+        probe = direction.compute(probe_batches, normalization=normalization, clip=clip, optimizer=rule)
+    except NonFiniteLoss as error:
+        raise UserError(f"batches: {error}") from None
+    pairs = zip(engine.trainable, direction.buffers, strict=True)
     gradient = {name.removeprefix(_WRAPPER): flat.view(parameter.shape) for (name, parameter), flat in pairs}
     return ProbeDirection(gradient, probe.loss, probe.gradient_norm)
 
@@ -88,14 +107,21 @@ def token_utilities(
     if the model, the batch or the direction cannot be used, or a utility is inf or NaN.
     """
     parsed = _read_batch(batch)
-    gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
     with unsharded_engine(model) as engine:
         _check_losses(engine, parsed)
-        buffers = _read_direction(engine, gradient)
-        (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [parsed])
+        return _compute_utilities(engine, parsed, direction)
+
+
+def _compute_utilities(
+    engine: UnshardedEngine, batch: Batch, direction: ProbeDirection | Mapping[str, Tensor]
+) -> Tensor:
+    """As `token_utilities`, without comparing the model's losses first."""
+    gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
+    buffers = _read_direction(engine, gradient)
+    (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [batch])
     if not bool(torch.isfinite(utilities).all()):
         raise UserError("direction: found a utility that is inf or NaN; expected a finite direction, loss and model")
-    return _scatter(utilities, parsed.labels)
+    return _scatter(utilities, batch.labels)
 
 
 def gibbs_weights(
@@ -118,7 +144,7 @@ def gibbs_weights(
         raise UserError(f"kl_budget: found {kl_budget}; expected a positive number")
     if temperature is not None and not 0 <= temperature < math.inf:
         raise UserError(f"temperature: found {temperature}; expected a number of at least 0")
-    rows, columns = _supervised(labels.to(utilities.device)).nonzero(as_tuple=True)
+    rows, columns = _find_supervised(labels.to(utilities.device)).nonzero(as_tuple=True)
     values = utilities[rows, columns]
     if not bool(torch.isfinite(values).all()):
         raise UserError("utilities: found inf or NaN at a supervised token; expected finite numbers")
@@ -130,7 +156,78 @@ def gibbs_weights(
     return _scatter(result.weights, labels)
 
 
-def _supervised(labels: Tensor) -> Tensor:
+class VcoreLoss:
+    """VCORE's loss of a batch, by the preset `recommended`: `loss = vcore(model, batch, optimizer)`.
+
+    The loss is a mean over the sequences of the batch, with a graph: use it as the model's own, divided by the number
+    of accumulation steps if there are several (alpha is then that of each part). Under DDP pass DDP's module: each rank
+    calls with its own batch, and probe gradient and alpha are averaged over the ranks.
+
+    Attributes:
+        direction: the probe direction in use; None before the first call.
+        uniform_loss: mean cross-entropy of the last batch in nats, a scalar, to compare methods by.
+        alpha: variance-control factor of the last batch, a scalar.
+    """
+
+    def __init__(
+        self,
+        probe_batches: Iterable[Mapping[str, Tensor]] | Callable[[], Iterable[Mapping[str, Tensor]]],
+        *,
+        kl_budget: float = 0.005,
+        alpha_cap: float | None = 1.0,
+        clip: float | None = 1.0,
+        every: int = 1,
+    ):
+        """`probe_batches`: as in `probe_direction`, this rank's part of each probe, or a function that draws it.
+        `kl_budget`, `alpha_cap`: as `method.kl_budget` and `method.alpha_cap` of a recipe; `clip`, `every`: as
+        `probe.clip`, the trainer's gradient clipping, and `probe.every`, in optimizer steps (calls without an
+        optimizer)."""
+        self._draw_probe = probe_batches if callable(probe_batches) else partial(list, [*probe_batches])
+        self._kl_budget, self._alpha_cap, self._clip, self._every = kl_budget, alpha_cap, clip, every
+        self._step, self._step_of_direction = 0, 0
+        self.direction: ProbeDirection | None = None
+        self.uniform_loss = self.alpha = torch.tensor(torch.nan)
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> Tensor:
+        """Compute the loss `alpha * mean_i sum_t q[i,t] loss[i,t]` (Algorithm 1), a scalar in nats.
+
+        `model`: as in `probe_direction`, or DDP around it, in training mode. `batch`: `input_ids` and `labels`,
+        `[b, T]`, perhaps `attention_mask` and `position_ids`, of unpacked sequences that are padded on the right.
+        `optimizer`: AdamW of the model, for directions matched to it; None for the gradient itself. Raises UserError
+        as `probe_direction` and `token_utilities`.
+        """
+        base, average = model, None
+        if isinstance(model, DistributedDataParallel):
+            base, average = model.module, partial(layout.average_replicas, model.process_group)
+        parsed = _read_batch(batch)
+        with unsharded_engine(base, optimizer, average) as engine:
+            self._step = self._step + 1 if optimizer is None else engine.num_updates
+            if self.direction is None or self._step >= self._step_of_direction + self._every:
+                is_checked = self.direction is not None
+                self.direction = _compute_direction(
+                    engine, self._draw_probe(), normalization="sequence", clip=self._clip, is_checked=is_checked
+                )
+                self._step_of_direction = self._step
+            utilities = _compute_utilities(engine, parsed, self.direction)
+        labels = batch["labels"].to(utilities.device)
+        weights = gibbs_weights(utilities, labels, kl_budget=self._kl_budget)[:, 1:]
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the dtype of a run's losses
+        losses = cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=IGNORED_LABEL)
+        num_tokens = _find_supervised(labels).sum(1)
+        has_tokens = num_tokens > 0
+        weighted = (weights.to(losses.dtype) * losses).sum(1)[has_tokens].mean()
+        uniform = (losses.detach().sum(1)[has_tokens] / num_tokens[has_tokens]).mean()
+        means = torch.stack([uniform, weighted.detach()])
+        if average is not None:
+            average(means)
+        self.uniform_loss = means[0]
+        self.alpha = loss_ratio_alpha(means[0], means[1], self._alpha_cap).to(losses)
+        return self.alpha * weighted
+
+
+def _find_supervised(labels: Tensor) -> Tensor:
     """Mask of supervised tokens, `[b, T]`; the first token of a row is never predicted."""
     supervised = labels != IGNORED_LABEL
     supervised[:, 0] = False
@@ -140,7 +237,7 @@ def _supervised(labels: Tensor) -> Tensor:
 def _scatter(values: Tensor, labels: Tensor) -> Tensor:
     """Scatter `[N]` to the supervised tokens of `[b, T]`, which is 0 elsewhere."""
     result = values.new_zeros(labels.shape)
-    result[_supervised(labels.to(values.device))] = values
+    result[_find_supervised(labels.to(values.device))] = values
     return result
 
 
@@ -153,7 +250,7 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
     if input_ids.dim() != 2 or input_ids.shape != labels.shape:
         shapes = f"{list(input_ids.shape)} and {list(labels.shape)}"
         raise UserError(f"batch: found input_ids and labels of shapes {shapes}; expected the same [b, T]")
-    if not bool(_supervised(labels).any()):
+    if not bool(_find_supervised(labels).any()):
         raise UserError("batch: found no supervised token; expected labels other than -100 behind the first token")
     columns = torch.arange(labels.shape[1])
     positions = batch.get("position_ids")
@@ -171,7 +268,7 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
     return Batch(list(range(len(labels))), input_ids, labels, row_lengths=lengths)
 
 
-def _read_direction(engine: "UnshardedEngine", gradient: Mapping[str, Tensor]) -> list[Tensor]:
+def _read_direction(engine: UnshardedEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
     """Flatten a vector by names into the order of the trained parameters."""
     parameters = {name.removeprefix(_WRAPPER): parameter for name, parameter in engine.trainable}
     for name, tensor in gradient.items():
@@ -186,7 +283,7 @@ def _read_direction(engine: "UnshardedEngine", gradient: Mapping[str, Tensor]) -
 # The checks of `training.start_checks` that need no second sequence, on the first tokens of a batch.
 
 
-def _check_losses(engine: "UnshardedEngine", batch: Batch) -> None:
+def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare the losses of the first tokens with those of the model's own forward. Raises UserError if they differ:
     the architecture is not causal, has other positions, or computes its logits in another way."""
     ids = batch.input_ids[:1, :_NUM_CHECKED]
@@ -204,134 +301,18 @@ def _check_losses(engine: "UnshardedEngine", batch: Batch) -> None:
         )
 
 
-def _check_derivatives(engine: "UnshardedEngine", batch: Batch) -> None:
+def _check_derivatives(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare both modes along the gradient of the first tokens' loss. Raises UserError if they differ, as where an
     architecture's forward disables gradients: forward mode differentiates there."""
     ids = batch.input_ids[:1, :_NUM_CHECKED]
     short, direction = Batch([0], ids, ids), Direction(engine)
     expected = direction.compute([short], normalization="sequence", clip=None).gradient_norm ** 2
-    measured = float(compute_jvp_utilities(engine, direction, [short])[0].double().mean())
+    mean = compute_jvp_utilities(engine, direction, [short])[0].double().mean()
+    if engine.average is not None:  # the gradient is that of all replicas
+        engine.average(mean)
+    measured = float(mean)
     if abs(measured - expected) > 0.5 * _TOLERANCE.get(engine.trainable[0][1].dtype, 2e-4) * expected:
         raise UserError(
             f"model: found a {type(engine.module.base).__name__}, of which forward and reverse mode have different "
             f"derivatives ({measured:.6g} and {expected:.6g} along a gradient); expected another model (docs/models.md)"
         )
-
-
-class UnshardedVectors(FlatShards):
-    """Vectors over the trained parameters of one process: one flat tensor per parameter."""
-
-    def __init__(self, trainable: Sequence[nn.Parameter]):
-        self._numels = [parameter.numel() for parameter in trainable]
-        self._positions = {
-            id(parameter): ShardPosition(i, 0, parameter.numel(), parameter.numel())
-            for i, parameter in enumerate(trainable)
-        }
-        self._counted_spans = None
-        self.sums: list[Tensor] = []
-
-    def gradients(self) -> list[Tensor]:
-        """The gradient in fp32 (fp64 for fp64 parameters) of the last accumulation."""
-        return self.sums
-
-
-class UnshardedEngine(Engine):
-    """Token losses and gradients of an unsharded model without an optimizer: the parts of the interface that
-    `Direction`, with `optimizer="sgd"`, and `forward_mode` use."""
-
-    shards: UnshardedVectors
-
-    def __init__(self, model: TokenLossModel):
-        """`model`: in evaluation mode, without dropout."""
-        self.module = model
-        self.trainable = [(name, as_partitioned(p)) for name, p in model.named_parameters() if p.requires_grad]
-        self.shards = UnshardedVectors([parameter for _, parameter in self.trainable])
-        self.device = self.trainable[0][1].device
-        self._dropouts = []
-        self._experts = [module for module in model.modules() if uses_our_experts(module)]
-
-    def _call_model(self, **inputs: object) -> Tensor:
-        return self.module(**inputs)
-
-    @contextmanager
-    def accumulation(self, num_backwards: int) -> Iterator[None]:
-        """A context for the `backward` calls of one gradient, which is summed in fp32. The parameters' `grad` does not
-        change."""
-        parameters = [parameter for _, parameter in self.trainable]
-        before = [parameter.grad for parameter in parameters]
-        dtypes = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
-        self.shards.sums = [
-            torch.zeros(p.numel(), dtype=dtype, device=p.device) for p, dtype in zip(parameters, dtypes, strict=True)
-        ]
-
-        def move_gradient(total: Tensor, parameter: Tensor) -> None:
-            assert parameter.grad is not None  # the hook runs once it is written
-            total.add_(parameter.grad.flatten())
-            parameter.grad = None
-
-        hooks = []
-        for parameter, total in zip(parameters, self.shards.sums, strict=True):
-            parameter.grad = None
-            hooks.append(parameter.register_post_accumulate_grad_hook(partial(move_gradient, total)))
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            for hook, parameter, gradient in zip(hooks, parameters, before, strict=True):
-                hook.remove()
-                parameter.grad = gradient
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-
-@contextmanager
-def unsharded_engine(model: nn.Module) -> Iterator[UnshardedEngine]:
-    """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
-    device), which is restored on exit; autocast is off within it. Raises UserError for another model, one without
-    trained parameters, one whose attention has no forward-mode derivative, or in inference mode."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not (
-        isinstance(model, PreTrainedModel | PeftModel)
-        and isinstance(base, PreTrainedModel)
-        and base.get_output_embeddings() is not None
-    ):
-        raise _refuse(f"a {type(model).__name__}", "a causal language model, not in DDP, FSDP or a compiled module")
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        raise _refuse(f"{model.active_peft_config.peft_type.value}, which has virtual tokens", "LoRA or other adapters")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise _refuse("no parameter that requires a gradient", "those that training would change")
-    if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters()):
-        raise _refuse("torch.inference_mode, which forbids gradients", "a model loaded, and a call, outside of it")
-    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1 or "meta" in devices:
-        raise _refuse(f"parameters on {', '.join(sorted(devices))}", "one device (`vcore-ds score` shards a model)")
-    if not can_replace_attention(base.config):
-        raise _refuse(f"a {type(base).__name__}", "an attention that can be replaced (docs/models.md)")
-    config = base.config.get_text_config()
-    attention, experts = config._attn_implementation, config._experts_implementation
-    with _restoring(model), torch.autocast(trained[0].device.type, enabled=False):
-        try:
-            config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
-            yield UnshardedEngine(TokenLossModel(model.eval()).eval())
-        finally:
-            config._attn_implementation, config._experts_implementation = attention, experts
-
-
-def _refuse(found: str, expected: str) -> UserError:
-    return UserError(f"model: found {found}; expected {expected}")
-
-
-@contextmanager
-def _restoring(model: nn.Module) -> Iterator[None]:
-    """A context after which the model has its classes, attributes, submodules and buffers of before."""
-    before = [(m, type(m), [dict(part) for part in (m.__dict__, m._modules, m._buffers)]) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for module, kind, saved in before:
-            module.__class__ = kind
-            parts: tuple[dict[str, Any], ...] = (module.__dict__, module._modules, module._buffers)
-            for part, values in zip(parts, saved, strict=True):
-                part.clear()
-                part.update(values)
