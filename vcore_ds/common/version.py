@@ -1,3 +1,3 @@
 """The version of the package, which pyproject.toml reads too."""
 
-__version__ = "0.7.0"
+__version__ = "0.8.0.dev0"  # between releases the next number, so that files and messages do not name the last one
