@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vcore_ds.planning.packing import find_packing_obstacles
-
 # Architectures have a dozen names for the same five numbers of their experts; transformers has no common one.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
@@ -87,27 +85,20 @@ def read_experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
     return Experts(_count_moe_layers(config, num_layers), num_experts, per_token, width, shared)
 
 
-def read_dense_width(config: Mapping[str, Any]) -> int | None:
-    """Read the width of the MLP in the layers without experts."""
-    return _read_number(config, ("intermediate_size_mlp", "intermediate_size"))
-
-
 def _count_moe_layers(config: Mapping[str, Any], num_layers: int) -> int:
     """Count the MoE layers, from an explicit list or a stride."""
-    kinds = config.get("mlp_layer_types")
-    if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
-        return sum(kind != "dense" for kind in kinds)
-    frequency = config.get("moe_layer_freq")
-    if isinstance(frequency, list | tuple) and len(frequency) == num_layers:
-        return sum(bool(has_experts) for has_experts in frequency)
+    for name, dense in (("mlp_layer_types", "dense"), ("moe_layer_freq", 0)):
+        kinds = config.get(name)
+        if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
+            return sum(kind != dense for kind in kinds)
     first = _read_number(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")) or 0
     step = _read_number(config, ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")) or 1
     offset = step - 1
     if (period := _read_number(config, ("expert_layer_period",))) is not None:  # Jamba
         step, offset = period, _read_number(config, ("expert_layer_offset",)) or 0
-    dense = config.get("mlp_only_layers") or ()
-    dense = dense if isinstance(dense, list | tuple) else ()
-    return sum(i % step == offset % step and i not in dense for i in range(first, num_layers))
+    dense_layers = config.get("mlp_only_layers")
+    dense_layers = dense_layers if isinstance(dense_layers, list | tuple) else ()
+    return sum(i % step == offset % step and i not in dense_layers for i in range(first, num_layers))
 
 
 def _read_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
@@ -211,7 +202,7 @@ class ModelShape:
 
     @property
     def idle_layer_parameters(self) -> int:
-        """Parameters of the experts of a layer to which a token is not routed; 0 in a dense model."""
+        """Parameters of the experts of an MoE layer to which a token is not routed; 0 in a dense model."""
         return 0 if self.experts is None else 3 * self.hidden_size * self.experts.idle_width
 
     @property
@@ -221,9 +212,8 @@ class ModelShape:
 
     @property
     def expert_layer_parameters(self) -> int:
-        """Parameters of all routed experts of a layer; 0 in a dense model."""
-        experts = self.experts
-        return 0 if experts is None else 3 * self.hidden_size * experts.num_experts * experts.width
+        """Parameters of all routed experts of an MoE layer; 0 in a dense model."""
+        return 0 if self.experts is None else 3 * self.hidden_size * self.experts.num_experts * self.experts.width
 
     @property
     def expert_parameters(self) -> int:
@@ -277,28 +267,28 @@ def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> Mo
     if (latent := _read_latent_attention(config, hidden, num_heads)) is not None:
         num_kv_heads, (head_dim, attention) = num_heads, latent
     attention = _count_mixer_parameters(config, num_layers, hidden, num_heads * head_dim, attention)
-    width, vocabulary = sizes["intermediate_size"], sizes["vocabulary_size"]
-    parameters = attention + 3 * hidden * (width or 4 * hidden)
-    experts = read_experts(config, num_layers)
-    if experts is not None:
-        width = read_dense_width(config) or experts.active_width
+    width, vocabulary = sizes["intermediate_size"] or 4 * hidden, sizes["vocabulary_size"]
+    mlp = num_layers * 3 * width
+    if (experts := read_experts(config, num_layers)) is not None:
+        width = _read_number(config, ("intermediate_size_mlp", "intermediate_size")) or experts.active_width
         mlp = experts.num_layers * (3 * experts.active_width + experts.num_experts)  # with the router
         mlp += (num_layers - experts.num_layers) * 3 * width
-        parameters = attention + hidden * mlp // num_layers
-    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *find_packing_obstacles(config))
-    shape = replace(shape, max_positions=_read_max_positions(config))
-    if vocabulary is None:
-        return replace(shape, experts=experts)
     model_type = str(config.get("model_type", ""))
-    return replace(
-        shape,
-        hidden_size=hidden,
-        intermediate_size=width or 4 * hidden,
-        vocabulary_size=vocabulary,
+    return ModelShape(
+        num_layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        attention + hidden * mlp // num_layers,
+        *_find_packing_obstacles(config),
+        hidden_size=0 if vocabulary is None else hidden,
+        intermediate_size=width,
+        vocabulary_size=vocabulary or 0,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         normalizes_heads=model_type.startswith(_NORMALIZED_HEADS),
         has_llama_norms=not model_type.startswith(_OTHER_NORMS),
         experts=experts,
+        max_positions=_read_max_positions(config),
     )
 
 
@@ -314,10 +304,8 @@ def _read_max_positions(config: Mapping[str, Any]) -> int | None:
 
 def layer_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int) -> int:
     """Linear parameters of a dense, Llama-like layer, for which other architectures are taken."""
-    return (
-        _count_attention_parameters(hidden_size, num_heads, num_kv_heads, head_dim)
-        + 3 * hidden_size * intermediate_size
-    )
+    attention = _count_attention_parameters(hidden_size, num_heads, num_kv_heads, head_dim)
+    return attention + 3 * hidden_size * intermediate_size
 
 
 def _count_attention_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -357,6 +345,63 @@ def _count_mixer_parameters(
     return (num_full * full + (num_layers - num_full) * linear) // num_layers
 
 
+# Obstacles to packs, and to several sequences in one forward, as far as config.json names them.
+#
+# In doubt sequences are not packed: with padding on the right, losses are right for every causal model.
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse", "mlp"})
+"""Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
+way; all other kinds may carry a state from one sequence of a pack to the next. The last four say what follows the
+attention."""
+
+OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+"""Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
+
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+"""Names of the list of layer kinds in config.json, by architecture."""
+
+_WORDS_OF_OTHER_LAYERS = frozenset({"mamba", "ssm", "conv", "conv1d"})
+"""Words in the names of sizes that only convolutions and recurrences have. Jamba, Bamba, Nemotron-H and Falcon-H1 do
+not write down the kinds of their layers, but all of them write down such a size."""
+
+_ROPE_OF_THE_FORWARD = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+"""Kinds of rotary embedding whose frequencies depend on the largest position in a forward, padding and other sequences
+included, and the key of the position up to which they do not."""
+
+
+def _find_packing_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
+    """Find `no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape` from the config.json of a
+    language model; malformed values are ignored."""
+    why = _explain_unpackable(config)
+    return why, why, *_find_rope(config)
+
+
+def _explain_unpackable(config: Mapping[str, Any]) -> str | None:
+    """Explain why sequences cannot be packed, as far as the layers go; None where they can."""
+    if any(name.startswith("index_topk") and value for name, value in config.items()):
+        return "whose attention selects keys by their place in the pack"
+    for name in _LAYER_LISTS:
+        layers = config.get(name)
+        if isinstance(layers, list | tuple) and layers:
+            others = sorted({str(kind) for kind in layers} - ATTENTION_LAYERS)
+            return f"whose layers ({', '.join(others)}) are not all attention" if others else None
+    sizes = [name for name, value in config.items() if value and _WORDS_OF_OTHER_LAYERS.intersection(name.split("_"))]
+    return f"whose layers are not all attention (it has {min(sizes)})" if sizes else None
+
+
+def _find_rope(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    # For the model, or for each kind of layer; under another name before transformers 5.
+    sections = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
+    sections += [part for section in sections for part in section.values() if isinstance(part, dict)]
+    for part in sections:
+        kind = part.get("rope_type", part.get("type"))
+        if isinstance(kind, str) and kind in _ROPE_OF_THE_FORWARD:
+            name = _ROPE_OF_THE_FORWARD[kind]
+            limit = part.get(name, config.get(name, config.get("max_position_embeddings")))
+            return kind, limit if isinstance(limit, int) else 0
+    return "default", None
+
+
 LOSS_BLOCK_BYTES = 256 * 2**20
 """Bytes of one fp32 `[block, V]` tensor of the token loss; a handful of them are alive at a time."""
 
@@ -369,13 +414,6 @@ def loss_block_multiple(hidden_size: int, *, on_gpu: bool) -> int:
     estimate. From a hidden size of 2,048 on, MoE models of 30B among them, memory is scarcer.
     """
     return 4 if on_gpu and hidden_size < 2048 else 1
-
-
-QWEN3_32B = ModelShape(
-    64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600),
-    hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True, max_positions=40960,
-)  # fmt: skip
-"""The model that a plan assumes where it cannot see the real one."""
 
 
 def parse_shape(raw: Mapping[str, Any]) -> ModelShape | None:
@@ -391,3 +429,10 @@ def parse_shape(raw: Mapping[str, Any]) -> ModelShape | None:
             return None
         sizes[size] = values[0] if values else None
     return make_shape(sizes, raw)
+
+
+QWEN3_32B = ModelShape(
+    64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600),
+    hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True, max_positions=40960,
+)  # fmt: skip
+"""The model that a plan assumes where it cannot see the real one."""
