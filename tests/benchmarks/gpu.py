@@ -32,7 +32,6 @@ from tests.benchmarks.gpu_plan import (
     predict_seconds,
     read_zero_section,
 )
-from tests.benchmarks.gpu_report import markdown
 from tests.gpu.results import command_line, describe_devices
 from tests.helpers import step_runs, tiny
 from vcore_ds.data.batches import Batch, StepBatches, pack
@@ -273,6 +272,39 @@ def measure_seconds(work: Callable[[], object], repeats: int) -> float:
         work()
         seconds.append(now() - start)
     return statistics.median(seconds)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """A heading with device, command and versions, and a table for each kind of number."""
+    phases = ("probe", "utility", "main", "step")
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"## Qwen3-{results['shape']}, {results['sizes']['num_hidden_layers']} layers, on {results['device']}\n",
+        f"{results['date']}; `{results['command']}`; {versions}; commit {results['commit']}. Random weights, all "
+        f"parameters trained, bf16, activation checkpoints, {results['packs']} pack(s) of "
+        f"{results['tokens_of_a_pack']:,} tokens a rank and step; medians of {results['rounds']} round(s) in turns.\n",
+        "| method | over SFT | tokens/s a rank | MFU | peak GiB (estimated) | s: total, probe, utility, main, update "
+        "| by the plan |",
+        "|" + "---|" * 7,
+    ]
+    for name, row in results["steps"].items():
+        if "skipped" in row:
+            lines.append(f"| {name} | skipped: {row['skipped']} |" + " |" * 5)
+            continue
+        measured = [row["seconds"], *(row[f"seconds_{phase}"] for phase in phases)]
+        plan = row["predicted_seconds"]
+        predicted = [] if plan is None else [sum(plan.values()), *(plan[phase] for phase in phases)]
+        seconds = (", ".join(f"{value:.3f}" for value in values) for values in (measured, predicted))
+        memory = f"{row['peak_memory_bytes'] / GIB:.2f} ({row['estimated_peak_memory_bytes'] / GIB:.2f})"
+        cells = (row.get("over_sft"), row["tokens_per_second_per_rank"], row["mfu"])
+        numbers = ("-" if cell is None else f"{cell:,.3g}" for cell in cells)
+        lines.append(f"| {' | '.join([name, *numbers, memory, *seconds])} |")
+    lines += ["", "| attention of one layer, one pack | ms |", "|---|---|"]
+    for name, value in results["attention"].items():
+        lines.append(f"| {name} | {value if isinstance(value, str) else f'{1e3 * value:.3f}'} |")
+    return "\n".join(
+        [*lines, "", f"Utilities in bf16 against fp32, same weights and direction: {results['fidelity_in_bf16']}"]
+    )
 
 
 def main() -> None:

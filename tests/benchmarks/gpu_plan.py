@@ -11,12 +11,11 @@ from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
-from vcore_ds.planning.batch_layout import BatchLayout
+from vcore_ds.planning.batch_layout import BatchLayout, Waste
 from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
 from vcore_ds.planning.memory import Phase, estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
-from vcore_ds.planning.packing import Waste
-from vcore_ds.planning.passes import StepPasses, parameter_counts
+from vcore_ds.planning.passes import StepPasses, TimeModel, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
 
 PARTS_OF_A_PACK = (8, 4, 3, 1)
@@ -84,7 +83,7 @@ def count_needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, num_
     """FLOP of a rank's step as MFU counts them, without the recomputation of activation checkpoints."""
     passes = StepPasses.derive(replace(make_memory_settings(method, num_tokens), is_checkpointed=False))
     lengths = pack_lengths(num_tokens)
-    return passes.flops(make_shape(sizes), lengths * num_packs, lengths).total
+    return sum(passes.flops(make_shape(sizes), lengths * num_packs, lengths))
 
 
 def predict_seconds(
@@ -121,7 +120,7 @@ def predict_seconds(
 
     cluster = Cluster(gpu, ranks, num_local_ranks() if num_ranks is None else num_ranks)
     model = StepModel(
-        shape,
+        TimeModel(shape, ranks, cluster.ranks_per_node, cluster.machine),
         parameter_counts(shape),
         settings,
         cluster,

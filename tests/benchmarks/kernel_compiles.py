@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,19 +287,10 @@ def main() -> None:
         num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
         print(json.dumps(dict(tiles=compiled, num_compiles=num_compiles, pointwise=pointwise)))
         return
-    print(
-        "| GPU | D | computed | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory |"
-        " fits | serialized | in the loop | repeated | instructions | waits |\n|" + "---|" * 14
-    )
+    names = [field.name for field in fields(Compiled)]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for one in compile_tiles(options):
-        computed = ("tangent" if one.value_is_given else "both") + ", window, sinks" * one.windowed_with_sinks
-        print(
-            f"| {one.gpu} | {one.head_dim} | {computed} | {one.tile} | {one.registers} | {one.spilled_bytes} |"
-            f" {one.shared_bytes / 1024:.0f} | {one.tensor_memory_columns} | {'yes' if one.fits else 'no'} |"
-            f" {'yes' if one.is_serialized else 'no'} | {one.products} |"
-            f" {'' if one.repeated is None else f'{one.repeated:.2f}'} | {one.num_instructions} | {one.num_waits} |",
-            flush=True,
-        )
+        print(f"| {' | '.join(map(str, asdict(one).values()))} |", flush=True)
     pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
     num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     print("\nPointwise kernels, registers and spilled bytes:", pointwise)

@@ -34,8 +34,8 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
+from vcore_ds.planning.passes import CPU
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.time_model import CPU
 from vcore_ds.training.feed import Feed
 
 MODEL = dict(
@@ -144,12 +144,12 @@ def deepspeed_config() -> dict:
 
 
 class BareLoop:
-    """The training loop that a careful user of DeepSpeed would write."""
+    """The training loop that a careful user of DeepSpeed would write: small parameters stay gathered, and one reduction
+    a step."""
 
-    def __init__(self):
-        model = tiny.qwen3(tied=True, **MODEL)
+    def __init__(self, model: torch.nn.Module, config: dict):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config())
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(self, main: list[Batch]) -> None:
         tokens = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
@@ -157,7 +157,8 @@ class BareLoop:
         self.engine.set_gradient_accumulation_boundary(True)
         with self.engine.coalesce_grad_reduction():
             for batch in main:
-                logits = self.engine(input_ids=batch.input_ids).logits[:, :-1]
+                positions = None if batch.segments is None else batch.position_ids()
+                logits = self.engine(input_ids=batch.input_ids, position_ids=positions, use_cache=False).logits[:, :-1]
                 losses = cross_entropy(logits.flatten(0, 1).float(), batch.labels[:, 1:].flatten(), reduction="sum")
                 self.engine.backward(losses / num_tokens_global * layout.size("shards"), scale_wrt_gas=False)
         self.engine.step()
@@ -180,7 +181,12 @@ class OurLoop:
 def measure(names: tuple[str, str], num_rounds: int) -> dict:
     """Seconds of each step of two loops, and of the step's parts, by name."""
     feed = make_feed()
-    loops: dict[str, Any] = {name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name]) for name in names}
+    loops: dict[str, Any] = {
+        name: BareLoop(tiny.qwen3(tied=True, **MODEL), deepspeed_config())
+        if name == "bare"
+        else OurLoop(VARIANTS[name])
+        for name in names
+    }
     seconds, parts = ({name: [] for name in names} for _ in range(2))
     for k in range(num_rounds + 1):
         batches, unpacked = feed.step(k), make_unpacked_batches(feed, k)

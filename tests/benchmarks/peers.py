@@ -23,13 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from tests.benchmarks import peer_fixture
+from tests.benchmarks import overhead, peer_fixture
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream
@@ -39,24 +37,19 @@ from vcore_ds.data.batches import Batch, collate, pack
 from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
+from vcore_ds.planning.batch_layout import pack_batch, split_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.packing import pack_batch, split_batch
+from vcore_ds.planning.passes import TimeModel
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
 SFT = {"method": {"name": "sft"}}
-PLAIN = {"batch": {"micro_batch_size_per_rank": 1}, "engine": {"coalesce_gradient_reduction": False}}
-"""The defaults until November 2026."""
-GROUPED = {"batch": {"micro_batch_size_per_rank": 4}, "engine": {"coalesce_gradient_reduction": True}}
 PACKED = {"batch": {"pack_tokens_per_rank": 1024}, "engine": {"coalesce_gradient_reduction": True}}
 OURS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": SFT,
-    "sft, 1 a micro-batch, not coalesced": SFT | PLAIN,
-    "sft, 4 a micro-batch": SFT | GROUPED,
     "sft, packed": SFT | PACKED,
     "finite difference": FINITE_DIFFERENCE,
     "jvp": {},
@@ -116,30 +109,18 @@ class OurLoop:
 
 
 class BareLoop:
-    """What a careful user of DeepSpeed writes: small parameters stay gathered, one reduction a step, long sequences
-    with long ones; or packs, whose sequences the model tells apart by their positions."""
+    """`overhead.BareLoop` with long sequences beside long ones; or with packs, whose sequences the model tells apart by
+    their positions."""
 
     def __init__(self, folder: Path, traces: Traces, micro_batch_size: int | None):
         self.traces, self.micro_batch_size = traces, micro_batch_size
         config = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16.json").read_text())
-        config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
+        config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
         model = AutoModelForCausalLM.from_pretrained(folder / peer_fixture.MODEL, dtype=torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=peer_fixture.LEARNING_RATE, weight_decay=0.0, fused=True)
-        config["zero_allow_untested_optimizer"] = True
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.loop = overhead.BareLoop(model, config)
 
     def step(self, k: int) -> None:
-        main = self.make_batches(peer_fixture.draw_step_ids(k))
-        num_local_targets = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
-        num_targets = layout.sum_over("shards", [num_local_targets])[0]
-        self.engine.set_gradient_accumulation_boundary(True)
-        with self.engine.coalesce_grad_reduction():
-            for batch in main:
-                positions = None if batch.segments is None else batch.position_ids()
-                logits = self.engine(input_ids=batch.input_ids, position_ids=positions, use_cache=False).logits[:, :-1]
-                losses = cross_entropy(logits.flatten(0, 1).float(), batch.labels[:, 1:].flatten(), reduction="sum")
-                self.engine.backward(losses / num_targets * layout.size("shards"), scale_wrt_gas=False)
-        self.engine.step()
+        self.loop.step(self.make_batches(peer_fixture.draw_step_ids(k)))
 
     def make_batches(self, ids: Sequence[int]) -> list[Batch]:
         lengths = [len(self.traces[i]) for i in ids]

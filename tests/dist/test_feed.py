@@ -229,7 +229,7 @@ def test_utilization_counts_passes_and_idle_ranks_of_the_next_steps(monkeypatch)
     feed = make_feed(recipe, 4)
     utilization = feed.utilization(1, 10)  # steps 1 to 9, with a probe in 4 and 8
     assert (utilization["main"].waste.num_passes, utilization["probe"].waste.num_passes) == (9, 2)
-    assert utilization["main"].is_low and utilization["main"].waste.mean_idle_ranks == 2
+    assert utilization["main"].is_low and utilization["main"].waste.num_idle_ranks == 2 * 9
     assert feed.utilization(1, 4).keys() == {"main"}
     assert feed.utilization(10, 10)["main"].waste.num_passes == 1  # a run that is resumed after its last step
     assert feed.step(1).measured["probe_sequence_parallel"] is None

@@ -45,7 +45,7 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.setup import build_engine
 from vcore_ds.utility.direction import Direction

@@ -23,7 +23,7 @@ from vcore_ds.models.description import read_model
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import ParameterCounts, StepPasses, parameter_counts
+from vcore_ds.planning.passes import ParameterCounts, StepPasses, TimeModel, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
 
 pytestmark = pytest.mark.dist
@@ -252,7 +252,8 @@ def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
         is_checkpointed="checkpointing" in options,
     )
     shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)
-    model = StepModel(shape, parameter_counts(shape.take_tensor_shard(2)), settings, Cluster(GPUS["H100"], 4))
+    shard = shape.take_tensor_shard(2)
+    model = StepModel(TimeModel(shard, 2, 2), parameter_counts(shard), settings, Cluster(GPUS["H100"], 4))
     for phase, phase_numels in expected.items():
         work = getattr(StepPasses.derive(settings), phase)
         traffic, num_exchanges = model.estimate_tensor_exchanges(work, num_tokens)

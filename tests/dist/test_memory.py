@@ -16,12 +16,13 @@ from tests.helpers.measured_bytes import count_persistent_bytes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
-from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
+from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
 from vcore_ds.training.setup import build_engine
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
@@ -54,7 +55,7 @@ def make_settings(precision: str, lora: bool, is_checkpointed: bool) -> MemorySe
         utility_tokens=NUM_TOKENS,
         estimator="jvp",
         number_bytes=2 if precision == "bf16" else 4,
-        adapters=AdapterShape(rank=4) if lora else None,
+        lora=LoraConfig(rank=4, alpha=8) if lora else None,
         is_checkpointed=is_checkpointed,
         on_gpu=False,
         bucket_numel=tiny.deepspeed_config()["zero_optimization"]["reduce_bucket_size"],

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.known_models import KNOWN_MODELS, read_shape
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, read_shape
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
 
@@ -50,22 +49,10 @@ class Comparison:
         """Relative to the measured bytes."""
         return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
 
-    @property
-    def holds(self) -> bool:
-        return abs(self.error) <= BOUND
-
 
 def compare(folder: Path, measured: Sequence[Mapping[str, Any]]) -> list[Comparison]:
-    """Every kind of bytes of every case.
-
-    Args:
-        measured: of one rank, by case, as `measure_all` returns it.
-    """
-    return [
-        comparison
-        for case, case_bytes in zip(CASES, measured, strict=True)
-        for comparison in _compare(case, folder, case_bytes)
-    ]
+    """Every kind of bytes of every case. `measured`: of one rank, by case, as `measure_all` returns it."""
+    return [one for case, case_bytes in zip(CASES, measured, strict=True) for one in _compare(case, folder, case_bytes)]
 
 
 def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -91,8 +78,8 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     # The speeds of the GPU play no part in bytes.
     cluster = Cluster(GPUS["H100"], NUM_RANKS, NUM_RANKS)
     reuse_distance = config["zero_optimization"]["stage3_max_reuse_distance"]
-    counts = parameter_counts(shape, memory.settings.adapters)
-    model = StepModel(shape, counts, memory.settings, cluster, reuse_distance)
+    counts = parameter_counts(shape, memory.settings.lora)
+    model = StepModel(plan.time_model, counts, memory.settings, cluster, reuse_distance)
     traffic = model.estimate_step(StepPasses.derive(memory.settings), [main], [probe]).traffic
     received, k = measured["received"], case.sequence_parallel
     all_gathers = traffic["parameters"]
@@ -119,19 +106,6 @@ def average_over_ranks(measured: Sequence[Sequence[Mapping[str, Any]]]) -> list[
     ]  # fmt: skip
 
 
-def describe_comparisons(comparisons: Sequence[Comparison]) -> str:
-    """Table of comparisons, with marks on those beyond the bound and a line with the largest error."""
-    lines = [f"{'case':12} {'bytes of a rank':24} {'predicted':>12} {'measured':>12}  error"]
-    for one in comparisons:
-        mark = "" if one.holds else f"  over {BOUND:.0%}"
-        lines.append(
-            f"{one.case:12} {one.kind:24} {one.predicted:12,.0f} {one.measured:12,.0f}  {one.error:+.1%}{mark}"
-        )
-    worst = max(comparisons, key=lambda one: abs(one.error))
-    lines.append(f"Largest error: {worst.error:+.1%} ({worst.case}, {worst.kind}); the bound is {BOUND:.0%}")
-    return "\n".join(lines)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
@@ -148,8 +122,8 @@ def measured(folder: Path) -> list[list[dict[str, Any]]]:
 def test_every_kind_of_bytes_is_predicted_within_ten_percent(folder: Path, measured) -> None:
     for rank_measurements in measured:
         comparisons = compare(folder, rank_measurements)
-        print(describe_comparisons(comparisons))
-        assert [one for one in comparisons if not one.holds] == []
+        print(*(f"{one.case:12} {one.kind:24} {one.error:+.1%}" for one in comparisons), sep="\n")
+        assert [one for one in comparisons if abs(one.error) > BOUND] == []
         assert {one.case for one in comparisons} == {case.name for case in CASES}
 
 
@@ -171,18 +145,6 @@ def test_metrics_have_the_load_of_experts(measured) -> None:
         assert list(loads[0]) == names
         for largest, mean in zip(names[::2], names[1::2], strict=True):
             assert 1 < loads[0][mean] <= loads[0][largest] < 4
-
-
-def test_a_prediction_beyond_the_bound_is_reported(folder: Path, measured) -> None:
-    more = [
-        {**case_bytes, "received": {kind: 1.2 * value for kind, value in case_bytes["received"].items()}}
-        for case_bytes in measured[0]
-    ]
-    wrong = [one for one in compare(folder, more) if not one.holds]
-    assert {one.kind for one in wrong} == {"received in all-gathers", "received in reductions", "received in exchanges"}
-    assert f"over {BOUND:.0%}" in describe_comparisons(wrong)
-    one = Comparison("full", "peak", 109.9, 100.0)
-    assert one.holds and not replace(one, predicted=110.1).holds and not replace(one, predicted=89.9).holds
 
 
 @pytest.mark.parametrize("name", [name for name, shape in KNOWN_MODELS.items() if shape.experts is None])

@@ -8,20 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vcore_ds.commands.plan.lengths import LengthModel
+from vcore_ds.commands.plan.prediction import LengthModel
 from vcore_ds.planning.batch_layout import (
     FREE_TOKENS,
     BatchLayout,
     MicroBatchLimit,
+    Waste,
     lay_out_batch,
     list_sequence_parallel_sizes,
-    select_sizes_with_room,
+    padded_length,
     summarize,
 )
 from vcore_ds.planning.hardware import Machine
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.packing import Waste, padded_length
-from vcore_ds.planning.time_model import CPU, H100, TimeModel
+from vcore_ds.planning.known_models import QWEN3_32B
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import CPU, H100, TimeModel
 
 TINY = ModelShape(2, 4, 2, 16, 30_000)
 
@@ -37,11 +38,6 @@ def test_parallel_sizes_divide_ranks_and_query_heads() -> None:
         for ranks in range(1, 40)
         for heads in range(1, 40)
     )
-
-
-def test_a_pack_has_to_hold_the_longest_sequence() -> None:
-    assert select_sizes_with_room(40_000, [1, 2, 4, 8], MicroBatchLimit(16_384)) == [4, 8]
-    assert select_sizes_with_room(40_000, [1, 2, 4, 8], MicroBatchLimit(None, 2)) == [1, 2, 4, 8]
 
 
 @settings(deadline=None)
@@ -82,24 +78,6 @@ def test_every_sequence_is_placed_once_where_it_fits(
     assert waste.rank_imbalance >= 1 - 1e-9 and waste.num_tokens == sum(lengths)
     busy = sum(any(steps) for steps in per_group)
     assert waste.num_idle_ranks == num_ranks - k * busy
-
-
-@settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), pack_tokens=st.integers(50, 200))
-def test_no_pack_is_longer_than_its_ranks_can_hold(lengths, pack_tokens) -> None:
-    for size in (1, 2, 4):
-        time_model = TimeModel(TINY, 4, 4)
-        batch_layout = lay_out_batch(
-            range(len(lengths)),
-            lengths,
-            parallel_sizes=[size],
-            limit=MicroBatchLimit(pack_tokens),
-            time_model=time_model,
-        )
-        assert batch_layout.sequence_parallel == size
-        packs = [pack for groups in batch_layout.micro_steps for pack in groups]
-        assert max(sum(lengths[i] for i in pack) for pack in packs) <= size * pack_tokens
-        assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
 
 
 def find_micro_batch_sizes(lengths: list[int], machine: Machine) -> list[int]:

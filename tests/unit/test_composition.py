@@ -25,7 +25,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
 
 Sections = dict[str, Any]

@@ -16,7 +16,7 @@ from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import SECTIONS
 from vcore_ds.planning.batch_plan import plan_batch
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]

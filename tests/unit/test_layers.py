@@ -302,7 +302,7 @@ def test_a_named_reduction_passes() -> None:
         ("import torch.distributed as dist", "vcore_ds.commands.train"),
         ("from torch import distributed", "vcore_ds.training.step"),
         ("import torch", "vcore_ds.config.schema"),
-        ("from transformers import AutoConfig", "vcore_ds.planning.packing"),
+        ("from transformers import AutoConfig", "vcore_ds.planning.batch_layout"),
     ],
 )
 def test_a_wrong_import_is_detected(source: str, module: str) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.plan import local_lengths
-from vcore_ds.commands.plan.lengths import SIMULATED_MEAN, LengthModel
-from vcore_ds.commands.plan.local_lengths import sample_lengths
+from vcore_ds.commands.plan.columns import find_lengths
+from vcore_ds.commands.plan.prediction import SIMULATED_MEAN, LengthModel
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data import tokenization
 from vcore_ds.data.cache import find_or_make_store
@@ -38,14 +37,13 @@ def make_data(path: object, **settings: object) -> DataConfig:
 def test_raw_data_have_the_lengths_of_their_store(folder: Path) -> None:
     lengths = TokenStore(folder / "store").lengths.tolist()
     model = str(folder / "model")
-    raw = sample_lengths(make_data(str(folder / "many.jsonl")), model)
-    store = sample_lengths(make_data(str(folder / "store")), model)
-    assert raw is not None and store is not None
+    raw = find_lengths(make_data(str(folder / "many.jsonl")), model)
+    store = find_lengths(make_data(str(folder / "store")), model)
     assert raw.sampled == tuple(lengths[:256]) and raw.num_sequences is None  # the first rows are read
     assert store.sampled == tuple(lengths) and store.num_sequences == 300
     assert raw.source.startswith(f"the first 256 sequences of {folder}/many.jsonl, mean ")
     assert store.mean == pytest.approx(sum(lengths) / 300)
-    assert sample_lengths(make_data(str(folder / "missing.jsonl")), model) is None
+    assert find_lengths(make_data(str(folder / "missing.jsonl")), model) == LengthModel()
     batches = store.draw_batches("main", 8, 10**6)
     assert {n for batch in batches for n in batch} <= set(lengths) and len(batches) == 40
     assert {n for batch in store.draw_batches("probe", 4, 20) for n in batch} == {20}
@@ -53,38 +51,36 @@ def test_raw_data_have_the_lengths_of_their_store(folder: Path) -> None:
 
 def test_long_sequences_are_dropped_or_cut_as_in_training(folder: Path) -> None:
     model, path = str(folder / "model"), str(folder / "few.jsonl")
-    uncut = sample_lengths(make_data(path), model)
-    assert uncut is not None and uncut.num_sequences == 4 and uncut.sampled == tuple(sorted(set(uncut.sampled)))
+    uncut = find_lengths(make_data(path), model)
+    assert uncut.num_sequences == 4 and uncut.sampled == tuple(sorted(set(uncut.sampled)))
     cutoff = uncut.sampled[1]
-    dropped = sample_lengths(make_data(path, cutoff_length=cutoff), model)
-    cut = sample_lengths(make_data(path, cutoff_length=cutoff, overlong="truncate"), model)
-    assert dropped is not None and dropped.sampled == uncut.sampled[:2] and dropped.num_sequences == 2
-    assert cut is not None and cut.sampled == (uncut.sampled[0], cutoff, cutoff, cutoff)
-    assert sample_lengths(make_data(path, cutoff_length=4), model) is None
+    dropped = find_lengths(make_data(path, cutoff_length=cutoff), model)
+    cut = find_lengths(make_data(path, cutoff_length=cutoff, overlong="truncate"), model)
+    assert dropped.sampled == uncut.sampled[:2] and dropped.num_sequences == 2
+    assert cut.sampled == (uncut.sampled[0], cutoff, cutoff, cutoff)
+    assert find_lengths(make_data(path, cutoff_length=4), model) == LengthModel()
 
 
 def test_files_count_by_their_weights_and_the_probe_has_its_lengths(folder: Path) -> None:
     files = [{"path": str(folder / name), "weight": weight} for name, weight in (("store", 1.0), ("few.jsonl", 3.0))]
-    mixed = sample_lengths(make_data(files, probe_path=str(folder / "few.jsonl")), str(folder / "model"))
-    few = sample_lengths(make_data(str(folder / "few.jsonl")), str(folder / "model"))
-    assert mixed is not None and few is not None
+    mixed = find_lengths(make_data(files, probe_path=str(folder / "few.jsonl")), str(folder / "model"))
+    few = find_lengths(make_data(str(folder / "few.jsonl")), str(folder / "model"))
     assert len(mixed.sampled) == 304 and set(mixed.sampled[76:]) == set(few.sampled)  # three quarters
     assert mixed.sampled_probe == few.sampled and mixed.num_sequences == 304
     assert {n for batch in mixed.draw_batches("probe", 8, 256) for n in batch} == set(few.sampled)
 
 
 def test_raw_data_without_the_tokenizer_have_no_lengths(folder: Path) -> None:
-    assert sample_lengths(make_data(str(folder / "few.jsonl")), "Qwen/Qwen3-8B") is None
-    store = sample_lengths(make_data(str(folder / "store")), "Qwen/Qwen3-8B")
-    assert store is not None and store.num_sequences == 300
+    assert find_lengths(make_data(str(folder / "few.jsonl")), "Qwen/Qwen3-8B") == LengthModel()
+    store = find_lengths(make_data(str(folder / "store")), "Qwen/Qwen3-8B")
+    assert store.num_sequences == 300
 
 
 def test_check_and_plan_use_the_lengths_of_local_data(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    for module in (tokenization, local_lengths):
-        monkeypatch.setattr(module, "load_tokenizer", lambda path: (loaded.append(path), load_tokenizer(path))[1])
+    monkeypatch.setattr(tokenization, "load_tokenizer", lambda path: (loaded.append(path), load_tokenizer(path))[1])
     recipe = Path(__file__).resolve().parents[2] / "launch_scripts" / "recipes" / "quickstart.yaml"
     words = [str(recipe), f"data.train_path={folder / 'few.jsonl'}", f"model.path={folder / 'model'}"]
     words += [f"run.output_dir={folder / 'run'}", "schedule={num_epochs: 2}", "batch.global_size=4"]
@@ -95,8 +91,8 @@ def test_check_and_plan_use_the_lengths_of_local_data(
     assert "Assumed: lengths" not in out
     for more, mean in (([], LengthModel().mean), (["--mean-tokens", "100"], 100.0)):
         assert main(["plan", *words, "--gpus", "1", "--json", *more]) == 0
-        plan = json.loads(capsys.readouterr().out)
-        assert (plan["mean_tokens"] == mean) == bool(more) and plan["mean_tokens"] < SIMULATED_MEAN
+        planned = json.loads(capsys.readouterr().out)[0]["mean_tokens"]
+        assert (planned == mean) == bool(more) and planned < SIMULATED_MEAN
     assert main(["plan", *words, "--gpus", "1"]) == 0
     out = capsys.readouterr().out
     assert "GPU hours of the run (2 steps)" in out and f"\nLengths: the 4 sequences of {folder}/few.jsonl" in out

@@ -16,12 +16,11 @@ from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, with_share
-from vcore_ds.commands.plan.lengths import LengthModel
-from vcore_ds.commands.plan.prediction import find_model, find_smallest_cluster, plan_run
+from vcore_ds.commands.plan.prediction import LengthModel, RunPlan, find_model, find_smallest_cluster, plan_run
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,11 +29,12 @@ LORA = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
 GIB = 2**30
 
 
-def read_plan(capsys: pytest.CaptureFixture[str], *words: str, fits: bool = True) -> dict:
+def read_plan(capsys: pytest.CaptureFixture[str], *words: str, fits: bool = True) -> list[dict]:
+    """The columns of a plan."""
     code = main(["plan", *words, "--json"])
-    plan = json.loads(capsys.readouterr().out)
+    columns = json.loads(capsys.readouterr().out)
     assert code == (0 if fits else 2)
-    return plan
+    return columns
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -58,10 +58,9 @@ def test_recipes_are_listed_as_fitting_where_the_plan_says_so(capsys: pytest.Cap
     assert verdicts.keys() == {path.relative_to(RECIPE.parent).with_suffix("").as_posix() for path in RECIPES}
     assert {verdict.partition(";")[0] for verdict in verdicts.values()} == {"fits", "does not fit", "not on 8 GPUs"}
     for name in ("qwen3_4b_math_lora", "qwen3_32b_math_full", "qwen3_30b_a3b_math_full"):
-        comparison = read_plan(capsys, name, "--gpus", "8", fits=name == "qwen3_4b_math_lora")
-        (plan,) = (c for c in comparison["columns"] if c["title"] == "vcore")
-        fewest = plan["smallest_cluster"]["gpus"]
-        expected = "fits" if plan["verdict"] == "fits" else f"does not fit; from {fewest} GPUs"
+        columns = read_plan(capsys, name, "--gpus", "8", fits=name == "qwen3_4b_math_lora")
+        (plan,) = (column for column in columns if column["title"] == "vcore")
+        expected = "fits" if plan["verdict"] == "fits" else f"does not fit; from {plan['fewest_gpus']} GPUs"
         assert verdicts[name] == expected
     assert verdicts["qwen3_235b_a22b_math_full"] == "not on 8 GPUs; from 96 GPUs"  # groups of 32, which share experts
     assert main(["recipes", "--gpu", "h100"]) == 2 and "expected the number of GPUs" in capsys.readouterr().err
@@ -103,48 +102,40 @@ def test_the_table_has_both_methods_and_the_assumptions(capsys: pytest.CaptureFi
 
 
 def test_tensor_parallel_plans_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--gpus", "32", "--gpu", "B200"]
-    assert main(["plan", str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml"]) == 0
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[6]
-        .startswith("Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, in packs of at most 65,536")
-    )
-    alone, shared = read_plan(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
-    assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
-    assert shared["sequence_parallel"] == {"main": 1, "probe": 1}
+    words = [str(RECIPE), "--gpus", "32", "--gpu", "B200", "--compare", "parts/layers/tensor8.yaml"]
+    assert main(["plan", *words]) == 0
+    batch = "Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, in packs of at most 65,536"
+    assert capsys.readouterr().out.splitlines()[6].startswith(batch)
+    alone, shared = read_plan(capsys, *words)
+    assert shared["parameters"] == alone["parameters"] == 32_762_123_264
     received = shared["received_bytes"]
-    assert received["parameters"]["inside_node"] == received["tensor-parallel activations"]["between_nodes"] == 0
+    assert received["parameters"]["inside"] == received["tensor-parallel activations"]["between"] == 0
     # A GPU has an eighth of the layers and all of the norms, and one gradient of two bytes in each of two passes.
     rank_parameters = (32_762_123_264 - 676_864) // 8 + 676_864
-    assert received["gradients"]["between_nodes"] == pytest.approx(2 * 2 * rank_parameters * 3 / 4)
-    assert received["gradients"]["between_nodes"] == pytest.approx(
-        alone["received_bytes"]["gradients"]["between_nodes"], rel=1e-3
-    )
+    assert received["gradients"]["between"] == pytest.approx(2 * 2 * rank_parameters * 3 / 4)
+    assert received["gradients"]["between"] == pytest.approx(alone["received_bytes"]["gradients"]["between"], rel=1e-3)
     assert shared["seconds_step"] > alone["seconds_step"]
 
 
-def test_remedies_of_tensor_parallel_plans_are_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_changes_of_tensor_parallel_plans_are_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(RECIPE), "parts/layers/tensor8.yaml", "--gpus", "8"]
-    remedies = {each["change"]: each for each in read_plan(capsys, *words, fits=False)["columns"][1]["remedies"]}
-    assert remedies["16 ranks"]["fits"]
-    assert read_plan(capsys, *words[:-1], "16")["columns"][1]["verdict"] != "does not fit"
+    assert read_plan(capsys, *words, fits=False)[1]["memory_changes"]["16 ranks"]["fits"]
+    assert read_plan(capsys, *words[:-1], "16")[1]["verdict"] != "does not fit"
     assert main(["plan", *words[:-1], "8", "--gpus-per-node", "4"]) == 2
     assert "parallel.tensor: found 8 with 4 ranks on a node; expected a divisor" in capsys.readouterr().err
 
 
 def test_json_has_the_plan_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = read_plan(capsys, str(RECIPE), "--gpus", "64")
-    _, vcore, _ = plan["columns"]
-    assert [column["title"] for column in plan["columns"]] == ["sft", "vcore", "vcore probe.every=8"]
+    columns = read_plan(capsys, str(RECIPE), "--gpus", "64")
+    vcore = columns[1]
+    assert [column["title"] for column in columns] == ["sft", "vcore", "vcore probe.every=8"]
     assert vcore["memory_bytes"]["persistent"]["moments"] == 8 * -(-32_762_123_264 // 64)
     assert vcore["seconds_step"] == pytest.approx(sum(vcore["seconds"].values()))
     assert vcore["gpu_hours_per_100_steps"] == pytest.approx(100 * vcore["seconds_step"] * 64 / 3600)
-    assert vcore["smallest_cluster"]["gpus"] == 16 and vcore["remedies"] == []
-    assert plan["cluster"]["gpu"]["name"] == "H100"
+    assert (vcore["fewest_gpus"], vcore["memory_changes"], vcore["gpu"]["name"]) == (16, {}, "H100")
 
 
-def test_a_plan_that_does_not_fit_has_remedies(
+def test_a_plan_that_does_not_fit_has_changes_that_make_it_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["plan", str(RECIPE), "--gpus", "8", "engine.memory_check=false"]) == 0
@@ -153,31 +144,26 @@ def test_a_plan_that_does_not_fit_has_remedies(
     text, error = capsys.readouterr()
     assert error.startswith(f"vcore-ds: memory: {RECIPE} does not fit on 8 H100: found 79.00 GiB")
     assert "\n  16 ranks: " in text
-    vcore = read_plan(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"][1]
-    enough = [remedy for remedy in vcore["remedies"] if remedy["fits"]]
+    vcore = read_plan(capsys, str(RECIPE), "--gpus", "8", fits=False)[1]
+    enough = {words: change for words, change in vcore["memory_changes"].items() if change["fits"]}
     assert len(enough) == 3
-    for remedy in enough:
-        assert remedy["peak"] <= 79 * GIB < vcore["memory_bytes"]["peak"]
-        words = remedy["change"].split()
-        again = ["--gpus", words[0]] if words[1:] == ["ranks"] else ["--gpus", "8", *words]
-        planned = read_plan(capsys, str(RECIPE), *again)["columns"][1]
-        assert planned["verdict"] != "does not fit"
+    for words, change in enough.items():
+        assert change["peak"] <= 79 * GIB < vcore["memory_bytes"]["peak"]
+        again = ["--gpus", words.split()[0]] if words.endswith(" ranks") else ["--gpus", "8", *words.split()]
+        assert read_plan(capsys, str(RECIPE), *again)[1]["verdict"] != "does not fit"
     monkeypatch.setattr(prediction, "MOST_GPUS", 32)  # the search for a cluster ends earlier
-    words = ["--gpus", "8", "--gpu-memory", "1", "--host-memory", "1"]
-    tiny = read_plan(capsys, str(RECIPE), *words, fits=False)["columns"][1]
-    assert not any(remedy["fits"] for remedy in tiny["remedies"]) and tiny["smallest_cluster"] is None
+    tiny = read_plan(capsys, str(RECIPE), "--gpus", "8", "--gpu-memory", "1", fits=False)[1]
+    assert not any(change["fits"] for change in tiny["memory_changes"].values()) and tiny["fewest_gpus"] is None
 
 
 def test_settings_are_compared_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["model.gradient_checkpointing=false", "lora.rank=8 lora.alpha=16", "methods/sft.yaml"]
-    plan = read_plan(capsys, str(RECIPE), "--gpus", "16", "--compare", *settings)
-    recipe, plain, lora, sft = plan["columns"]
-    assert [column["title"] for column in plan["columns"]] == ["recipe", *settings]
+    columns = read_plan(capsys, str(RECIPE), "--gpus", "16", "--compare", *settings)
+    recipe, plain, lora, sft = columns
+    assert [column["title"] for column in columns] == ["recipe", *settings]
     assert plain["memory_bytes"]["peak"] > recipe["memory_bytes"]["peak"] > lora["memory_bytes"]["peak"]
     assert plain["seconds"]["main"] < recipe["seconds"]["main"]
     assert sft["seconds"]["probe"] == 0 and lora["trained_parameters"] == 67_108_864
-    assert main(["plan", str(RECIPE), "--gpus", "16", "--compare", "'a"]) == 2
-    assert "--compare: found" in capsys.readouterr().err
 
 
 def test_a_local_model_is_counted_by_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +173,7 @@ def test_a_local_model_is_counted_by_its_configuration(tmp_path: Path, capsys: p
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     counts = {
-        read_plan(capsys, str(LORA), f"model.path={path}", "lora=null", "--gpus", "2")["columns"][0]["parameters"]
+        read_plan(capsys, str(LORA), f"model.path={path}", "lora=null", "--gpus", "2")[0]["parameters"]
         for path in (tmp_path, tmp_path / "config.json")
     }
     # Query and output, key and value, the MLP; norms of the layer and of the heads; the last norm and the embedding.
@@ -209,6 +195,7 @@ def test_a_local_model_is_counted_by_its_configuration(tmp_path: Path, capsys: p
         (["batch.sequence_parallel=3"], "batch.sequence_parallel: found 3 on 16 ranks"),
         (["batch.global_size=5000"], "plan: found batch.global_size 5000 and probe.batch_size 32; expected at most"),
         (["--calibrate", "nowhere"], "nowhere"),
+        (["--compare", "'a"], "--compare: found"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,11 +204,7 @@ def test_bad_input_is_one_message(words: list[str], message: str, capsys: pytest
     assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--gpus", "0"], ["--gpus", "-1"], ["--gpus", "many"], ["--gpus", "8", "--tflops", "0"],
-     ["--gpus", "8", "--gpu-memory", "nan"], ["--gpus", "8", "--gpus-per-node", "0"], []],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [["--gpus", "0"], ["--gpus", "8", "--gpu-memory", "nan"], []])
 def test_invalid_numbers_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(RECIPE), *words])
@@ -251,60 +234,49 @@ def test_plans_import_nothing_heavy() -> None:
     assert (done.stderr, done.returncode) == ("loaded:\n", 0)
 
 
-def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB HBM3") -> None:
+def plan_h100s(*words: str, achieved: Achieved = Achieved()) -> RunPlan:  # noqa: B008
+    settings = derive_plan_settings(load_recipe(RECIPE, words))
+    return plan_run(settings, Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, lengths=LengthModel(3000))
+
+
+def write_run(folder: Path, achieved: Achieved = Achieved(), **environment: object) -> None:  # noqa: B008
     """Write a run with the metrics that a plan predicts for these shares."""
-    recipe = load_recipe(RECIPE, [f"run.output_dir={folder}"])
-    plan = plan_run(
-        derive_plan_settings(recipe), Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, lengths=LengthModel(3000)
-    )
-    environment = {"devices": [device] * 8, "world_size": 16}
     line = {"supervised_tokens": 32 * 3000, "sequences": 32}
-    line |= {f"seconds_{phase}": seconds for phase, seconds in plan.cost.seconds.items()}
-    lines = [
-        {**line, "step": step, "seconds_main": 1000.0 if step <= 2 else line["seconds_main"]} for step in range(1, 6)
-    ]
+    for phase, seconds in plan_h100s(achieved=achieved).cost.seconds.items():
+        line[f"seconds_{phase}"] = seconds
+    slow = line | {"seconds_main": 1000.0}
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    (folder / "recipe.yaml").write_text(dump_recipe(load_recipe(RECIPE, [f"run.output_dir={folder}"])))
+    environment = {"devices": ["NVIDIA H100 80GB HBM3"] * 8, "world_size": 16} | environment
     (folder / "environment.json").write_text(json.dumps(environment))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step_line) + "\n" for step_line in lines))
+    lines = [{**values, "step": step} for step, values in enumerate([slow, slow, line, line, line], start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in lines))
 
 
 def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     true = with_share(replace(Achieved(), memory=0.5), 0.27)
     write_run(tmp_path / "run", true)
-    calibration = calibrate(str(tmp_path / "run"))
-    assert calibration.num_steps == 3
-    assert calibration.achieved.compute == pytest.approx(0.27, rel=1e-3)
-    assert calibration.achieved.memory == pytest.approx(0.5, rel=1e-6)
+    achieved, described = calibrate(str(tmp_path / "run"))
+    assert achieved.compute == pytest.approx(0.27, rel=1e-3) and achieved.memory == pytest.approx(0.5, rel=1e-6)
+    assert ": 3 steps on NVIDIA H100 80GB HBM3, median " in described
     words = [str(RECIPE), "--gpus", "16", "--mean-tokens", "3000", "--calibrate", str(tmp_path / "run")]
-    expected = plan_run(
-        derive_plan_settings(load_recipe(RECIPE)),
-        Cluster(GPUS["H100"], 16, achieved=true),
-        QWEN3_32B,
-        lengths=LengthModel(3000),
-    )
-    assert read_plan(capsys, *words)["columns"][1]["seconds_step"] == pytest.approx(
-        expected.cost.seconds_step, rel=1e-3
-    )
+    expected = plan_h100s(achieved=true).cost.seconds_step
+    assert read_plan(capsys, *words)[1]["seconds_step"] == pytest.approx(expected, rel=1e-3)
     assert main(["plan", *words]) == 0
-    assert "3 steps on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+    assert described in capsys.readouterr().out
 
 
 def test_runs_that_cannot_calibrate_a_plan_are_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "cpu", Achieved(), device="x86_64")
+    write_run(tmp_path / "cpu", devices=["x86_64"] * 8)
     with pytest.raises(UserError, match="found devices x86_64; expected GPUs whose peak is known"):
         calibrate(str(tmp_path / "cpu"))
-    write_run(tmp_path / "short", Achieved())
+    write_run(tmp_path / "no devices", devices=[])
+    with pytest.raises(UserError, match="found an incomplete run; expected devices"):
+        calibrate(str(tmp_path / "no devices"))
+    write_run(tmp_path / "short")
     metrics = tmp_path / "short" / "metrics.jsonl"
-    complete = metrics.read_text()
-    metrics.write_text("".join(complete.splitlines(keepends=True)[:2]))
-    with pytest.raises(UserError, match="found 2 steps or fewer"):
-        calibrate(str(tmp_path / "short"))
-    (tmp_path / "short" / "environment.json").write_text('{"devices": []}')
-    metrics.write_text(complete)
-    with pytest.raises(UserError, match="environment.json: expected devices and world_size"):
-        calibrate(str(tmp_path / "short"))
-    for text in ("{", "".join(f'{{"step": {step}}}\n' for step in range(1, 5))):
+    two_steps = "".join(metrics.read_text().splitlines(keepends=True)[:2])
+    for text in (two_steps, "{", "".join(f'{{"step": {step}}}\n' for step in range(1, 5))):
         metrics.write_text(text)
         with pytest.raises(UserError, match="metrics.jsonl"):
             calibrate(str(tmp_path / "short"))

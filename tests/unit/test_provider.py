@@ -17,7 +17,7 @@ from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
-from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.resume import can_resume

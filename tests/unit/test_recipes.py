@@ -19,7 +19,8 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
+from vcore_ds.planning.known_models import QWEN3_32B
+from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from vcore_ds.commands.plan.lengths import LengthModel
-from vcore_ds.commands.plan.prediction import plan_run
+from vcore_ds.commands.plan.prediction import LengthModel, plan_run
 from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.load import load_recipe
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
-from vcore_ds.planning.hardware import (
-    FAST as FASTEST,
-)
+from vcore_ds.planning.hardware import FAST as FASTEST
 from vcore_ds.planning.hardware import (
     GPUS,
     SLOW,
@@ -26,11 +24,10 @@ from vcore_ds.planning.hardware import (
     find_gpu,
     peak_flops,
 )
-from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.passes import ParameterCounts, PassWork, StepPasses, forward_flops
-from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
-from vcore_ds.planning.time_model import TimeModel
+from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import H100, ParameterCounts, PassWork, StepPasses, TimeModel, forward_flops
+from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""
@@ -45,16 +42,26 @@ JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 
 
 def compute_cost(
-    settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int], k: int = 1, **changed
+    settings: MemorySettings,
+    gpu: Gpu,
+    num_gpus: int,
+    lengths: list[int],
+    k: int = 1,
+    reuse_distance: int = 0,
+    in_place: bool = False,
+    **changed,
 ) -> StepCost:
     """One batch as main and as probe batch, each sequence unpacked; `changed`: fields of `Achieved`."""
     part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
-    time_model = TimeModel(SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part)
-    batch_layout = lay_out_batch(
-        range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1), time_model=time_model
-    )
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
-    model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)
+    time_model = TimeModel(
+        SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part, cluster.machine, settings.expert
+    )
+    batch_layout = lay_out_batch(
+        range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1),
+        time_model=replace(time_model, machine=H100),
+    )  # fmt: skip
+    model = StepModel(time_model, counts, settings, cluster, reuse_distance, in_place)
     return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_layout)], [(lengths, batch_layout)])
 
 
@@ -128,12 +135,12 @@ def test_fp8_tangents_by_hand() -> None:
 
 
 def test_adapters_need_no_gradient_of_weights() -> None:
-    lora = replace(SFT, adapters=AdapterShape(4))
+    lora = replace(SFT, lora=LoraConfig(rank=4, alpha=8))
     train = PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True, attention_again=0.5)
     assert StepPasses.derive(lora).main == train
     fused = StepPasses.derive(replace(lora, estimator="jvp", is_fused=True))
     assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)
-    with_dropout = replace(lora, adapters=AdapterShape(4, True), estimator="finite_difference")
+    with_dropout = replace(lora, lora=LoraConfig(rank=4, alpha=8, dropout=0.1), estimator="finite_difference")
     assert StepPasses.derive(with_dropout).utility == PassWork(2, 2, gathers=2, exchanges=2, runs=2)
     assert StepPasses.derive(lora, reference_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
 
@@ -160,12 +167,7 @@ def test_bytes_of_all_gathers_by_hand() -> None:
 def test_parameters_that_are_still_gathered_are_not_gathered_again(reuse_distance: int, again: int) -> None:
     """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
     layer where the second and the head are within the distance."""
-    lengths, time_model = [16], TimeModel(SHAPE, 2, 2)
-    batch_layout = lay_out_batch(
-        [0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model
-    )
-    model = StepModel(SHAPE, COUNTS, SFT, Cluster(FAST, 2), reuse_distance=reuse_distance)
-    cost = model.estimate_step(StepPasses.derive(SFT), [(lengths, batch_layout)], [])
+    cost = compute_cost(SFT, FAST, 2, [16], reuse_distance=reuse_distance)
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
@@ -289,15 +291,14 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
         ("RTXPRO6000", "RTX PRO 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("V100", None),
+        ("NVIDIA L40S", None),
         ("x86_64", None),
     ],
 )
 def test_gpus_are_recognized_by_name(name: str, known: str | None) -> None:
     gpu = find_gpu(name)
     assert (gpu.name if gpu is not None else None) == known
-    if " " in name and gpu is not None:
-        assert peak_flops(name) == gpu.flops
+    assert peak_flops(name) == (gpu.flops if gpu is not None else {"NVIDIA L40S": 362e12}.get(name))
 
 
 def test_runs_and_plans_assume_the_same_h100() -> None:
@@ -344,28 +345,18 @@ def test_plans_of_other_trainers_match_their_published_speeds() -> None:
     assert slow < likely < 866.77 < fast < 1.05 * 866.77
 
 
-@pytest.mark.parametrize(("num_gpus", "in_place"), [(1, False), (8, False), (64, False), (64, True)])
+@pytest.mark.parametrize(("num_gpus", "in_place"), [(1, False), (64, False), (64, True)])
 def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_place: bool) -> None:
     """By hand: two layers, all-gathers in forward and backward, and tangents in the main pass alone."""
-    fast = replace(FAST, flops=1e30, attention_flops=1e30)
-    achieved = replace(IDEAL, layer_overhead=0.8e-3)
-    cluster = Cluster(fast, num_gpus, achieved=achieved)
-    time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
-    lengths = [16] * num_gpus
-    batch_layout = lay_out_batch(
-        range(num_gpus), lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model
-    )
-    model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
-    cost = model.estimate_step(StepPasses.derive(JVP), [(lengths, batch_layout)], [(lengths, batch_layout)])
+    fast, options = replace(FAST, flops=1e30, attention_flops=1e30), dict(in_place=in_place, layer_overhead=0.8e-3)
+    settings, lengths = replace(JVP, num_ranks=num_gpus), [16] * num_gpus
+    cost = compute_cost(settings, fast, num_gpus, lengths, **options)
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     backward = 0.8e-3 + 2.7e-3
     assert cost.seconds["probe"] == pytest.approx(2 * (0.8e-3 + backward + gathers))
     assert cost.seconds["main"] == pytest.approx(2 * (2 * 0.8e-3 + backward + 3.3e-3 + gathers))
-    in_fp8 = replace(model, settings=replace(JVP, num_ranks=num_gpus, fp8_tangents=True))
-    again = in_fp8.estimate_step(
-        StepPasses.derive(in_fp8.settings), [(lengths, batch_layout)], [(lengths, batch_layout)]
-    )
-    assert again.seconds["main"] - cost.seconds["main"] == pytest.approx(2 * 1.2e-3)
+    in_fp8 = compute_cost(replace(settings, fp8_tangents=True), fast, num_gpus, lengths, **options)
+    assert in_fp8.seconds["main"] - cost.seconds["main"] == pytest.approx(2 * 1.2e-3)
     # One that is slower does not.
     without = dict(tangent_overhead=0.0, backward_overhead=0.0, gather_overhead=0.0)
     slow, alone = (compute_cost(JVP, FAST, num_gpus, lengths, **changed) for changed in ({}, without))

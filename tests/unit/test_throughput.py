@@ -6,9 +6,10 @@ import pytest
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import LoraConfig
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import derive_needed_passes
-from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
+from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
 from vcore_ds.training.loop import Throughput
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
@@ -18,7 +19,7 @@ LINEAR, SQUARES = 5000 * 24, 128 * (16**2 + 8**2)
 LINEAR_PROBE, SQUARES_PROBE = 5000 * 8, 128 * 8**2
 SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
 JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
-LORA = AdapterShape(4)
+LORA = LoraConfig(rank=4, alpha=8)
 
 
 def make_recipe(method: str, **sections: dict) -> Recipe:
@@ -34,11 +35,11 @@ def make_recipe(method: str, **sections: dict) -> Recipe:
         # Recomputed activations do not count as needed.
         ("sft", replace(SFT, is_checkpointed=True), 3 * (LINEAR + SQUARES), 0),
         # Weights that are not trained have no gradient: one matrix multiplication less in the backward.
-        ("sft", replace(SFT, adapters=LORA), 2 * LINEAR + 3 * SQUARES, 0),
+        ("sft", replace(SFT, lora=LORA), 2 * LINEAR + 3 * SQUARES, 0),
         ("vcore", JVP, 3 * (LINEAR + SQUARES), 2 * (LINEAR + SQUARES) + 3 * (LINEAR_PROBE + SQUARES_PROBE)),
         (
             "vcore",
-            replace(JVP, adapters=LORA, is_checkpointed=True),
+            replace(JVP, lora=LORA, is_checkpointed=True),
             2 * LINEAR + 3 * SQUARES,
             LINEAR + 2 * SQUARES + 2 * LINEAR_PROBE + 3 * SQUARES_PROBE,
         ),
@@ -51,7 +52,7 @@ def make_recipe(method: str, **sections: dict) -> Recipe:
     ],
 )
 def test_flops_by_hand(method: str, settings: MemorySettings, training: int, extra: int) -> None:
-    lora = {"lora": {"rank": 4, "alpha": 8.0}} if settings.adapters is not None else {}
+    lora = {"lora": {"rank": 4, "alpha": 8.0}} if settings.lora is not None else {}
     rates = Throughput(
         SHAPE, derive_needed_passes(derive_plan_settings(make_recipe(method, **lora)), settings), peak_flops=2e6
     )
@@ -68,7 +69,7 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
 
 @pytest.mark.parametrize("method", ["iw_sft", "asft"])
 def test_a_forward_of_the_base_model_is_extra(method: str) -> None:
-    settings = replace(SFT, adapters=LORA)
+    settings = replace(SFT, lora=LORA)
     passes = derive_needed_passes(derive_plan_settings(make_recipe(method, lora={"rank": 4, "alpha": 8.0})), settings)
     assert Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.commands.plan import prediction
-from vcore_ds.commands.plan.columns import find_lengths, with_num_steps
-from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_batches
+from vcore_ds.commands.plan.columns import find_lengths, find_tokenizer, with_num_steps
+from vcore_ds.commands.plan.prediction import LengthModel, simulate, summarize_batches
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
@@ -80,12 +80,12 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.training.feed import check_local_data
 
         check_local_data(recipe.data, recipe.model.path, tokenizer)
-    renderer = find_renderer(recipe.model.path, tokenizer)
-    lengths = find_lengths(recipe, renderer)
+    renderer = find_tokenizer(recipe.model.path, tokenizer)
+    lengths = find_lengths(recipe.data, recipe.model.path, renderer)
     on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
     lines = [
         f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)",
-        *([] if on_gpus is None else [prediction.describe_plan(on_gpus)]),
+        *([] if on_gpus is None else [on_gpus.describe()]),
         *warnings,
         f"Batch: {plan.describe()}",
         *describe_data(recipe, lengths),
@@ -142,16 +142,6 @@ def describe_ends(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -
     return describe_end_tokens(recipe.model.path, tokenizer)
 
 
-def find_renderer(path: str, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a model on this machine, `tokenizer` where it is loaded already; None if there is none that
-    renders conversations, which a run reports."""
-    if not is_on_disk(path):
-        return None
-    from vcore_ds.commands.plan.local_lengths import find_tokenizer  # imports transformers: seconds
-
-    return find_tokenizer(path, tokenizer)
-
-
 def describe_missing(recipe: Recipe) -> Iterator[str]:
     """A line on data paths that are not on this machine: a typo, or data that only the cluster has."""
     if missing := [f"data.{key} {path}" for key, path in recipe.data.paths().items() if not is_readable(path)]:
@@ -159,7 +149,7 @@ def describe_missing(recipe: Recipe) -> Iterator[str]:
 
 
 def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel) -> Iterator[str]:
-    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank."""
+    """Lines on load balance, how to improve it, and the memory of a rank."""
     longest, settings = recipe.data.cutoff_length, derive_plan_settings(recipe)
     if recipe.parallel.tensor > 1:
         yield (
@@ -185,8 +175,6 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], l
         yield f"Balance of the {part} batch: {utilization.describe()}"
         if utilization.is_low:
             yield f"Warning: {plan.describe_warning(part)}"
-    if (line := prediction.describe_longest_sequence(plan)) is not None:
-        yield line
     if (memory := plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)) is not None:
         yield describe_memory(memory)
     if utilizations and not lengths.sampled:

@@ -5,13 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from peft.utils import CONFIG_NAME
 from pydantic import TypeAdapter
-from torch import nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import read_json, reading
@@ -98,24 +97,10 @@ def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
     return NamedModel(path, path)
 
 
-class AnsweringModel(Protocol):
-    """A model with `generate`: a Hugging Face model, or peft's wrapper around one."""
-
-    config: PretrainedConfig
-    generation_config: GenerationConfig
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def generate(self, **options: Any) -> torch.Tensor:
-        """int64 `[b, t]`, prompts followed by answers, padded; options as in `transformers.GenerationMixin`."""
-        ...
-
-
-def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringModel:
-    """Load the model, with its adapter if it has one, with training's forward; on the GPU if there is one. `dtype`: of
-    the weights in memory; "auto" for the stored one. Raises UserError where model or adapter cannot be loaded, or do
-    not match."""
+def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> Any:
+    """Load a Hugging Face model, or peft's wrapper around one with the adapter, with training's forward; on the GPU if
+    there is one. `dtype`: of the weights in memory; "auto" for the stored one. Raises UserError where model or adapter
+    cannot be loaded, or do not match."""
     on_gpu = uses_gpu()
     try:
         base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
@@ -124,10 +109,9 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
     if not on_gpu:
         use_fast_cpu_matmul()
     base.config.use_cache = True
-    causal_lm: nn.Module = base
-    if model.adapter is not None:
-        causal_lm = add_trained_adapter(base, Path(model.adapter), model.weights)
-    return cast(AnsweringModel, causal_lm.to("cuda" if on_gpu else "cpu").eval())
+    adapter = model.adapter
+    causal_lm = base if adapter is None else add_trained_adapter(base, Path(adapter), model.weights)
+    return causal_lm.to("cuda" if on_gpu else "cpu").eval()
 
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -151,22 +135,23 @@ class AnswerTokens(NamedTuple):
     stop_reason: StopReason
 
 
-def longest_sequence(model: AnsweringModel) -> int:
+def longest_sequence(model: Any) -> int:
     """The model's limit on the tokens of a prompt and its answer; `sys.maxsize` if the configuration has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @torch.inference_mode()
 def generate_answers(
-    model: AnsweringModel,
+    model: Any,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: Sequence[int],
     settings: GenerationConfig,
     **options: Any,
 ) -> list[AnswerTokens]:
-    """Generate an answer to each prompt (token ids, shorter than `longest_sequence`), in one batch. `max_new_tokens`:
-    limit of each answer. `settings`: sampling, end tokens (a list) and padding token; unset values are the model's.
-    `options`: further arguments of `transformers.GenerationMixin.generate`, such as a streamer."""
+    """Generate an answer to each prompt (token ids, shorter than `longest_sequence`), in one batch. `model`: of
+    `load_to_answer`. `max_new_tokens`: limit of each answer. `settings`: sampling, end tokens (a list) and padding
+    token; unset values are the model's. `options`: further arguments of `transformers.GenerationMixin.generate`, such
+    as a streamer."""
     longest = longest_sequence(model)
     limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
     width = max(map(len, prompts))

@@ -9,7 +9,6 @@ from pathlib import Path
 from vcore_ds.commands.arguments import positive
 from vcore_ds.commands.plan.prediction import (
     RunPlan,
-    describe_verdict,
     find_model,
     find_smallest_cluster,
     plan_run,
@@ -88,7 +87,7 @@ def fit_row(name: str, cluster: Cluster) -> tuple[str, str, str, str, str]:
         group = recipe.parallel.tensor * recipe.parallel.expert
         smallest = find_smallest_cluster(plan_run(settings, replace(cluster, num_gpus=group), shape))
         return (stem, f"not on {cluster.num_gpus:,} GPUs{_fewest(smallest)}", "-", "-", "-")
-    verdict = describe_verdict(plan) + ("" if plan.fits else _fewest(find_smallest_cluster(plan)))
+    verdict = plan.verdict + ("" if plan.fits else _fewest(find_smallest_cluster(plan)))
     memory, hours = gib(plan.memory.estimate.peak_bytes, 1), f"{plan.gpu_hours(100):,.1f}"
     return (stem, verdict, memory, f"{plan.cost.seconds_step:,.3g}" if plan.fits else "-", hours if plan.fits else "-")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.method.weights import Tokens
-from vcore_ds.planning.packing import padded_length
+from vcore_ds.planning.batch_layout import padded_length
 
 IGNORED_LABEL = -100
 """Label of positions that are no target, as in Hugging Face models and `torch.nn.functional.cross_entropy`."""

@@ -34,8 +34,9 @@ from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora, build_empty_adapted_model
 from vcore_ds.models.megatron.weight_slices import weight_slices
 from vcore_ds.models.stored_weights import check_shapes
+from vcore_ds.planning.batch_plan import explain_refused_differences
 from vcore_ds.planning.known_models import CONFIG_NAME, find_folder
-from vcore_ds.planning.model_shape import explain_refused_differences, is_moe
+from vcore_ds.planning.model_shape import is_moe
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import PlanSettings
 

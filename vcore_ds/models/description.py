@@ -30,9 +30,15 @@ from vcore_ds.common.errors import UserError, first_line, last_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import find_auto_class, is_vision_language, read_unpadded_vocabulary
 from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header, read_weight_map
-from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
-from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, make_shape
-from vcore_ds.planning.packing import ATTENTION_LAYERS, OTHER_LAYERS
+from vcore_ds.planning.known_models import CONFIG_NAME, QWEN3_32B, read_config_file
+from vcore_ds.planning.model_shape import (
+    ATTENTION_LAYERS,
+    OTHER_LAYERS,
+    REQUIRED_SIZES,
+    SIZE_NAMES,
+    ModelShape,
+    make_shape,
+)
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
 

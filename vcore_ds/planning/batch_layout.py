@@ -1,22 +1,21 @@
-"""The layout of a batch on the ranks: sequence-parallel size, and the sequences of each group, that take least time."""
+"""The layout of a batch on the ranks: sequence-parallel size, and the sequences of each group, that take least time.
 
+Sequences are assigned to micro-steps: packs of equal cost, one for each sequence-parallel group, or a few unpacked
+sequences. There are never more groups here than sequences; further groups are idle.
+"""
+
+import heapq
+import itertools
 import math
+import operator
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import reduce
 
 from vcore_ds.common.text import count
-from vcore_ds.planning.packing import (
-    Waste,
-    group_batch,
-    list_padded_lengths,
-    measure_waste,
-    pack_batch,
-    padded_length,
-    split_batch,
-)
-from vcore_ds.planning.time_model import TimeModel
+from vcore_ds.planning.passes import TimeModel
 
 FREE_TOKENS = 1024
 """Tokens of a rank that sequences may always share, however short the longest one is: any model that trains at all has
@@ -47,12 +46,48 @@ class MicroBatchLimit:
         return max(sequence_parallel * FREE_TOKENS, padded_length(longest, sequence_parallel))
 
 
+_LENGTH_MULTIPLE = 8  # micro-batches are padded to a multiple of this many tokens, which suits matrix units
+
+_ROUNDING = 1e-9
+"""Relative difference of two times that counts as none: sums of floats round as the version of Python does, and a
+micro-step that saves nothing else is not worth its kernels."""
+
+
+@dataclass(frozen=True)
+class Waste:
+    """The padding of one pass over a batch, or of several together, and the time that ranks wait for each other."""
+
+    num_tokens: int
+    num_computed_tokens: int  # with padding
+    mean_work: float  # mean working time of a rank, attention included, in units of one token's linear layers
+    slowest_work: float  # the same of the slowest rank of each micro-step, for which all wait
+    num_idle_ranks: int  # ranks that have no sequence in any micro-step; summed over the passes
+    num_passes: int = 1
+
+    @property
+    def padding_share(self) -> float:
+        """Share of all computed tokens that is padding."""
+        return 1.0 - self.num_tokens / self.num_computed_tokens
+
+    @property
+    def rank_imbalance(self) -> float:
+        """Time of the slowest rank of each micro-step over the mean rank's, idle ones among them."""
+        return self.slowest_work / self.mean_work
+
+    @property
+    def utilization(self) -> float:
+        """Share of the ranks' time that is useful work: the mean rank's of the slowest one's."""
+        return self.mean_work / self.slowest_work
+
+    def __add__(self, other: "Waste") -> "Waste":
+        return Waste(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass(frozen=True)
 class BatchLayout:
     """A global batch on all ranks of a job, in sequence-parallel groups of `sequence_parallel` neighbouring ranks."""
 
     sequence_parallel: int
-    num_ranks: int
     # Ids by micro-step and group. Groups beyond the last one that stands here have nothing to do.
     micro_steps: list[list[list[int]]]
     waste: Waste
@@ -80,11 +115,6 @@ def list_sequence_parallel_sizes(num_ranks: int, num_heads: int) -> list[int]:
     return sorted({*small, *(most // k for k in small)})
 
 
-def select_sizes_with_room(longest: int, sizes: Iterable[int], limit: MicroBatchLimit) -> list[int]:
-    """Select the sizes whose packs have room for a sequence of `longest` tokens."""
-    return [k for k in sizes if limit.pack_tokens_per_rank is None or k * limit.pack_tokens_per_rank >= longest]
-
-
 def lay_out_batch(
     ids: Sequence[int],
     lengths: Sequence[int],
@@ -99,79 +129,243 @@ def lay_out_batch(
     (ascending; the longest sequence fits into a pack of at least the last), the smaller one where two take as long.
     """
     best: tuple[int, list[list[list[int]]]] | None = None
-    best_time = float("inf")
-    micro_step = time_model.micro_step
-    for k in select_sizes_with_room(max(lengths), parallel_sizes, limit):
-        num_groups = time_model.num_ranks // k
-        exchanges = time_model.estimate_exchange_latency(k)
-        sequence_time = partial(
-            _estimate_sequence_time, k=k, work=time_model.work, exchange=time_model.estimate_exchange(k)
-        )
-        max_tokens = limit.max_tokens(k, max(lengths))
-        if limit.is_packed:
-            positions = pack_batch(
-                lengths,
-                num_groups=num_groups,
-                pack_tokens=max_tokens,
-                work=time_model.work,
-                micro_step_cost=k * (micro_step + exchanges),
-            )
-        elif limit.num_sequences is not None:
-            positions = split_batch(lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences)
-        else:
-            positions = group_batch(
-                lengths,
-                num_groups=num_groups,
-                sequence_parallel=k,
-                most_tokens=max_tokens,
-                sequence_time=sequence_time,
-                micro_step_time=exchanges + micro_step,
-            )
-        time = sum(
-            _estimate_slowest_time(groups, lengths, k, limit, sequence_time) + exchanges + micro_step
-            for groups in positions
-        )
+    best_time, longest = float("inf"), max(lengths)
+    for k in parallel_sizes:
+        if limit.pack_tokens_per_rank is not None and k * limit.pack_tokens_per_rank < longest:
+            continue
+        positions, time = _split_among_groups(lengths, k, limit, time_model)
         if time < best_time:
             best, best_time = (k, positions), time
     assert best is not None  # `parallel_sizes` hold the longest sequence
     size, micro_steps = best
-    waste, most = measure_waste(
-        micro_steps,
-        lengths,
-        sequence_parallel=size,
-        num_ranks=time_model.num_ranks,
-        work=time_model.work,
-        is_packed=limit.is_packed,
-    )
+    waste, most = measure_waste(micro_steps, lengths, size, time_model, is_packed=limit.is_packed)
     in_ids = [[[ids[i] for i in group] for group in groups] for groups in micro_steps]
-    return BatchLayout(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
+    return BatchLayout(size, in_ids, waste, most, limit.is_packed, best_time)
 
 
-def _estimate_slowest_time(
-    groups: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    k: int,
-    limit: MicroBatchLimit,
-    sequence_time: Callable[[int], float],
-) -> float:
-    """Estimate the time of the group with the most work, in units of one token's linear layers."""
-    slowest = 0.0
-    for positions in groups:
-        computed = [lengths[i] for i in positions]
+def _split_among_groups(
+    lengths: Sequence[int], k: int, limit: MicroBatchLimit, time_model: TimeModel
+) -> tuple[list[list[list[int]]], float]:
+    """Split a batch among groups of k ranks: positions by micro-step and group; and predict the time, in units of one
+    token's linear layers."""
+    num_groups, max_tokens = time_model.num_ranks // k, limit.max_tokens(k, max(lengths))
+    exchange, latency = time_model.estimate_exchange(k), time_model.estimate_exchange_latency(k)
+    micro_step = time_model.micro_step
+
+    def sequence_time(num_tokens: int) -> float:
+        return (time_model.work(num_tokens) + exchange * num_tokens) / k
+
+    if limit.is_packed:
+        micro_steps = pack_batch(
+            lengths,
+            num_groups=num_groups,
+            pack_tokens=max_tokens,
+            work=time_model.work,
+            micro_step_cost=k * (micro_step + latency),
+        )
+    elif limit.num_sequences is not None:
+        micro_steps = split_batch(lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences)
+    else:
+        micro_steps = group_batch(
+            lengths,
+            num_groups=num_groups,
+            sequence_parallel=k,
+            most_tokens=max_tokens,
+            sequence_time=sequence_time,
+            micro_step_time=latency + micro_step,
+        )
+
+    def slowest_time(groups: list[list[int]]) -> float:
+        computed = [[lengths[i] for i in positions] for positions in groups]
         if not limit.is_packed:
-            computed = list_padded_lengths(computed, k, is_packed=False)
-        slowest = max(slowest, sum(map(sequence_time, computed)))
-    return slowest
+            computed = [list_padded_lengths(one, k, is_packed=False) for one in computed]
+        return max(sum(map(sequence_time, one)) for one in computed)
+
+    return micro_steps, sum(slowest_time(groups) + latency + micro_step for groups in micro_steps)
 
 
-def _estimate_sequence_time(num_tokens: int, k: int, work: Callable[[int], float], exchange: float) -> float:
-    """Estimate the time of one sequence at sequence-parallel size k, in units of one token's linear layers."""
-    return (work(num_tokens) + exchange * num_tokens) / k
+def padded_length(num_tokens: int, sequence_parallel: int) -> int:
+    """Return the padded length of a pack of `num_tokens`, or of the sequences of an unpacked micro-batch whose longest
+    has `num_tokens`."""
+    multiple = _LENGTH_MULTIPLE * sequence_parallel
+    return -(-num_tokens // multiple) * multiple
 
 
-# Utilization of the ranks.
+def pack_batch(
+    lengths: Sequence[int],
+    *,
+    num_groups: int,
+    pack_tokens: int,
+    work: Callable[[int], float],
+    micro_step_cost: float,
+) -> list[list[list[int]]]:
+    """Pack a global batch, whose sequence i has `lengths[i]` tokens, into micro-steps of one pack per group.
 
-LOW_UTILIZATION = 0.8  # share of useful work below which a run warns
+    Every group gets the same number of packs, and packs of a micro-step cost about the same: ZeRO-3 gathers each layer
+    on all ranks at once, so every rank waits for the slowest one of a micro-step. A pack is as long as its sequences
+    together, so packing leaves no padding. Packs are empty where sequences run out.
+
+    A pack has at most `pack_tokens`; no sequence is longer. `work` maps the tokens of a sequence to its cost, as
+    `TimeModel.work`; another micro-step has to save more than `micro_step_cost`, in units of one token's linear layers.
+    Returns the sequences by micro-step and group, the same on every rank; together all of them, each once.
+    """
+    num_groups = min(num_groups, len(lengths))
+    costs = [work(n) for n in lengths]
+    fewest = max(1, -(-sum(lengths) // (pack_tokens * num_groups)))
+    best: list[list[list[int]]] | None = None
+    best_time = float("inf")
+    for num_micro_steps in itertools.count(fewest):
+        if best_time <= sum(costs) / num_groups + num_micro_steps * micro_step_cost:
+            break  # not even packs of equal cost would take less
+        micro_steps = _fill(lengths, costs, num_groups, pack_tokens, num_micro_steps)
+        if micro_steps is not None:
+            time = sum(max(sum(costs[i] for i in pack) for pack in packs) + micro_step_cost for packs in micro_steps)
+            if time > best_time * (1 - _ROUNDING):
+                break
+            best, best_time = micro_steps, time
+    assert best is not None
+    return best
+
+
+def split_batch(lengths: Sequence[int], *, num_groups: int, micro_batch_size: int) -> list[list[list[int]]]:
+    """Split a global batch, whose sequence i has `lengths[i]` tokens, by micro-step and group.
+
+    Sorted from long to short, each run of num_groups * micro_batch_size sequences is dealt out to the groups one by
+    one: at any micro-step all ranks have sequences of about the same length and none waits for another. Every group
+    gets the same number of micro-batches; where sequences run out, the last ones may be smaller or empty.
+    """
+    num_groups = min(num_groups, len(lengths))
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    size = num_groups * micro_batch_size
+    runs = [order[start : start + size] for start in range(0, len(order), size)]
+    return [[run[group::num_groups] for group in range(num_groups)] for run in runs]
+
+
+def group_batch(
+    lengths: Sequence[int],
+    *,
+    num_groups: int,
+    sequence_parallel: int,
+    most_tokens: int,
+    sequence_time: Callable[[int], float],
+    micro_step_time: float,
+) -> list[list[list[int]]]:
+    """Split a batch like `split_batch`, into micro-batches of the sizes that minimise the batch's time: sequences that
+    share one save a micro-step and cost padding to the longest of them.
+
+    A group's micro-batch has at most `most_tokens`, padding included, unless a single sequence has more.
+    `sequence_time` maps the tokens of an unpacked sequence, padding included, to its time, and `micro_step_time` is the
+    fixed cost of another micro-step in the same unit.
+    """
+    num_groups = min(num_groups, len(lengths))
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    starts = range(0, len(lengths), num_groups)  # of a sequence for each group
+    # From the end, for each place: the shortest time of the sequences from there on, and the size of its micro-batch.
+    best: list[tuple[float, int]] = [(0.0, 0)] * (len(starts) + 1)
+    for place in reversed(range(len(starts))):
+        longest = padded_length(lengths[order[starts[place]]], sequence_parallel)
+        most_sequences = min(max(1, most_tokens // longest), len(starts) - place)
+        one_sequence = sequence_time(longest)
+        best[place] = min(
+            (size * one_sequence + micro_step_time + best[place + size][0], size)
+            for size in range(1, most_sequences + 1)
+        )
+    groups, place = [], 0
+    while place < len(starts):
+        run = order[place * num_groups : (place + best[place][1]) * num_groups]
+        groups.append([run[group::num_groups] for group in range(num_groups)])
+        place += best[place][1]
+    return groups
+
+
+def _fill(
+    lengths: Sequence[int], costs: Sequence[float], num_packs: int, pack_tokens: int, num_micro_steps: int
+) -> list[list[list[int]]] | None:
+    """Pack sequences into `num_micro_steps`: positions by micro-step and pack, or None where they do not fit that way.
+
+    The longest remaining sequence sets the cost level of a micro-step, and its packs are filled up to that level with
+    the longest sequences that fit, each into the cheapest pack so far: so no rank waits longer than a sequence alone in
+    its pack takes. The last micro-step takes all remaining sequences, levelled as well as they allow.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: -costs[i])
+    cost_left = sum(costs)
+    micro_steps = []
+    for steps_left in range(num_micro_steps, 0, -1):
+        level = max([costs[i] for i in left[:1]] + [cost_left / (steps_left * num_packs)])
+        packs: list[list[int]] = [[] for _ in range(num_packs)]
+        by_cost = [(0.0, pack, 0) for pack in range(num_packs)]  # cost, pack, tokens
+        later = []
+        place = 0
+        while place < len(left):
+            if steps_left > 1:  # pass over those that are too costly for the cheapest pack, and so for any
+                room = level - by_cost[0][0]
+                fits = bisect_left(left, -room, lo=place, key=lambda i: -costs[i])
+                later += left[place:fits]
+                place = fits
+                if place == len(left):
+                    break
+            i = left[place]
+            place += 1
+            too_full = []
+            while by_cost and by_cost[0][2] + lengths[i] > pack_tokens:
+                too_full.append(heapq.heappop(by_cost))
+            if by_cost and (steps_left == 1 or by_cost[0][0] + costs[i] <= level):
+                cost, pack, tokens = heapq.heappop(by_cost)
+                packs[pack].append(i)
+                cost_left -= costs[i]
+                too_full.append((cost + costs[i], pack, tokens + lengths[i]))
+            else:
+                later.append(i)
+                most_room = pack_tokens - min(tokens for _, _, tokens in [*by_cost, *too_full])
+                fits = bisect_left(left, -most_room, lo=place, key=lambda i: -lengths[i])
+                later += left[place:fits]  # too long for any pack
+                place = fits
+            for entry in too_full:
+                heapq.heappush(by_cost, entry)
+        micro_steps.append(packs)
+        left = later
+    return micro_steps if not left else None
+
+
+def measure_waste(
+    micro_steps: Sequence[Sequence[Sequence[int]]],
+    lengths: Sequence[int],
+    sequence_parallel: int,
+    time_model: TimeModel,
+    *,
+    is_packed: bool,
+) -> tuple[Waste, int]:
+    """Measure the waste of one pass, and count the tokens of the largest micro-batch on a rank, padding included.
+
+    `micro_steps` has positions in `lengths` by micro-step and group of ranks; groups beyond the last are idle. With
+    `is_packed` a group's sequences of a micro-step are one pack; else each is padded to the longest of them.
+    """
+    num_tokens = num_computed = most = 0
+    total = slowest = 0.0
+    busy: set[int] = set()
+    for groups in micro_steps:
+        works = []
+        for group, positions in enumerate(groups):
+            unpadded = [lengths[i] for i in positions]
+            busy |= {group} if unpadded else set()
+            padded = list_padded_lengths(unpadded, sequence_parallel, is_packed=is_packed)
+            num_tokens += sum(unpadded)
+            num_computed += sum(padded)
+            most = max(most, sum(padded) // sequence_parallel)
+            computed = unpadded if is_packed else padded  # attention stays in a sequence
+            works.append(sum(map(time_model.work, computed)))
+        total += sum(works)
+        slowest += max(works)
+    num_idle = time_model.num_ranks - sequence_parallel * len(busy)
+    return Waste(num_tokens, num_computed, total / time_model.num_ranks, slowest / sequence_parallel, num_idle), most
+
+
+def list_padded_lengths(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bool) -> list[int]:
+    """List the lengths in a micro-batch, padding included: of the pack of all sequences, or of each unpacked sequence,
+    padded to the longest."""
+    if is_packed:
+        return [padded_length(sum(lengths), sequence_parallel)]
+    return [padded_length(max(lengths), sequence_parallel)] * len(lengths) if lengths else []
 
 
 @dataclass(frozen=True)
@@ -185,13 +379,12 @@ class Utilization:
 
     @property
     def is_low(self) -> bool:
-        """Whether `LOW_UTILIZATION` is not reached, which is worth a warning."""
-        return self.waste.utilization < LOW_UTILIZATION
+        """Whether so little is useful work that a run warns."""
+        return self.waste.utilization < 0.8
 
     def describe(self) -> str:
-        """Such as `sequence-parallel size 8; slowest rank 1.026 x mean, 97% useful work; no idle ranks; 0.27% padding`.
-        With tensor parallelism a rank is a group."""
-        num_idle = round(self.waste.mean_idle_ranks)
+        """Such as `sequence-parallel size 8; slowest rank 1.03 x mean, 97% useful work; no idle ranks; 1% padding`."""
+        num_idle = round(self.waste.num_idle_ranks / self.waste.num_passes)
         idle = count(num_idle, "idle rank") if num_idle else "no idle ranks"
         return (
             f"sequence-parallel size {self.typical_parallel_size}; slowest rank {self.waste.rank_imbalance:.3f} x "
@@ -201,18 +394,7 @@ class Utilization:
 
 def summarize(layouts: Sequence[BatchLayout]) -> Utilization:
     """Sum up the utilization of one or more passes."""
-    total = layouts[0].waste
-    for layout in layouts[1:]:
-        total += layout.waste
     sizes = Counter(layout.sequence_parallel for layout in layouts)
-    return Utilization(
-        min(sizes, key=lambda k: (-sizes[k], k)),
-        total,
-        max(layout.most_tokens for layout in layouts),
-        sum(layout.time for layout in layouts),
-    )
-
-
-def count_ranks(number: int, tensor: int) -> str:
-    """Such as `8 ranks`, or `4 tensor-parallel groups of 2 ranks`."""
-    return count(number, "rank") if tensor == 1 else f"{count(number, 'tensor-parallel group')} of {tensor} ranks"
+    typical = min(sizes, key=lambda k: (-sizes[k], k))
+    waste, time = reduce(operator.add, (layout.waste for layout in layouts)), sum(layout.time for layout in layouts)
+    return Utilization(typical, waste, max(layout.most_tokens for layout in layouts), time)

@@ -10,16 +10,24 @@ from vcore_ds.config.problems import RecipeError
 from vcore_ds.planning.batch_layout import (
     BatchLayout,
     MicroBatchLimit,
-    count_ranks,
     lay_out_batch,
     list_sequence_parallel_sizes,
 )
 from vcore_ds.planning.hardware import Machine
-from vcore_ds.planning.model_shape import ModelShape, explain_refused_differences
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import H100, TimeModel
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.time_model import H100, TimeModel
 
 # Possible parallel sizes, and refusals of impossible ones.
+
+
+def explain_refused_differences(path: str) -> str:
+    """Explain why no finite difference is taken with an MoE model, for a recipe that asks for one."""
+    return (
+        f"utility.estimator: found finite_difference together with model.path {path}, an MoE model: the "
+        "perturbation sends tokens to other experts, and the jumps of their losses are taken for utility; expected jvp "
+        "(utility.estimator=jvp utility.epsilon=null), or a method without utilities (methods/sft.yaml)"
+    )
 
 
 def check_parallel_sizes(settings: PlanSettings, num_ranks: int, ranks_per_node: int, shape: ModelShape) -> None:
@@ -92,8 +100,7 @@ def find_sequence_parallel_sizes(
 
 BatchKind = Literal["main", "probe"]  # a pass over a batch that has its own sequence-parallel size
 
-_SECTIONS: dict[BatchKind, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
-"""The recipe's section for each of them."""
+_Section = Literal["batch", "probe"]  # the recipe's section for each of them
 
 _SEQUENCES_PER_GROUP = 8  # sequences that each group of ranks should have, so that their packs can be made about equal
 
@@ -134,27 +141,19 @@ class BatchPlan:
         """All sequence-parallel sizes that are possible in some pass, ascending."""
         return sorted({*self.main_parallel_sizes, *self.probe_parallel_sizes})
 
-    @property
-    def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence that a pack of the main batch holds; None without packing."""
-        return None if self.pack_tokens_per_rank is None else self.main_parallel_sizes[-1] * self.pack_tokens_per_rank
-
     def lay_out_main(
         self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None
     ) -> BatchLayout:
         """Lay out the sequences `ids`, of `lengths` tokens, over all ranks, `micro_batch_size` of them per rank in a
         forward; None for as many as in the main batch."""
         limit = self._make_limit(micro_batch_size or self.micro_batch_size_per_rank)
-        return lay_out_batch(
-            ids, lengths, parallel_sizes=self.main_parallel_sizes, limit=limit, time_model=self.time_model
-        )
+        sizes = self.main_parallel_sizes
+        return lay_out_batch(ids, lengths, parallel_sizes=sizes, limit=limit, time_model=self.time_model)
 
     def lay_out_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> BatchLayout:
         """Lay out a probe batch."""
-        limit = self._make_limit(self.probe_micro_batch_size_per_rank)
-        return lay_out_batch(
-            ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model
-        )
+        limit, sizes = self._make_limit(self.probe_micro_batch_size_per_rank), self.probe_parallel_sizes
+        return lay_out_batch(ids, lengths, parallel_sizes=sizes, limit=limit, time_model=self.time_model)
 
     def _make_limit(self, micro_batch_size: int | None) -> MicroBatchLimit:
         return MicroBatchLimit(self.pack_tokens_per_rank, micro_batch_size, self.may_pack)
@@ -172,22 +171,20 @@ class BatchPlan:
 
     def describe_warning(self, part: BatchKind) -> str:
         """Describe that a part's batches leave many ranks waiting, and which settings to change."""
-        key, size, parallel_sizes = "batch.global_size", self.global_batch_size, self.main_parallel_sizes
-        limit = self._make_limit(self.micro_batch_size_per_rank)
+        section: _Section = "probe" if part == "probe" else "batch"
+        key, size = "batch.global_size", self.global_batch_size
+        sizes, micro = self.main_parallel_sizes, self.micro_batch_size_per_rank
         if part == "probe":
-            key, size, parallel_sizes = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_parallel_sizes
-            limit = self._make_limit(self.probe_micro_batch_size_per_rank)
+            key, size = "probe.batch_size", self.probe_batch_size_global or 0  # 0 for the whole pool
+            sizes, micro = self.probe_parallel_sizes, self.probe_micro_batch_size_per_rank
         shape = self.time_model.shape
+        enough = _SEQUENCES_PER_GROUP * self.num_ranks // sizes[-1]
+        remedy = f"set {key} to {max(enough, 2 * size)} or more, or use fewer ranks" if size else "use fewer ranks"
         possible = list_sequence_parallel_sizes(self.num_ranks, shape.num_heads)
-        enough = _SEQUENCES_PER_GROUP * self.num_ranks // parallel_sizes[-1]
-        if shape.no_sequence_parallelism is None and list(parallel_sizes) != possible:
-            remedy = f"set {_SECTIONS[part]}.sequence_parallel to auto"
-        elif size >= enough and not limit.is_packed:
+        if shape.no_sequence_parallelism is None and list(sizes) != possible:
+            remedy = f"set {section}.sequence_parallel to auto"
+        elif size >= enough and not self._make_limit(micro).is_packed:
             remedy = "set batch.pack_tokens_per_rank to data.cutoff_length and every micro_batch_size_per_rank to 1"
-        elif size:
-            remedy = f"set {key} to {max(enough, 2 * size)} or more, or use fewer ranks"
-        else:  # a probe batch that is the whole pool
-            remedy = "use fewer ranks"
         return f"the {part} batch leaves much of the ranks' time unused: {remedy}"
 
     def describe(self) -> str:
@@ -220,8 +217,6 @@ def plan_batch(
     nodes or the model, sequences share a forward in which this model would let them change each other, the longest
     sequence would not fit into the largest pack, or finite differences are asked for with an MoE model.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     if settings.estimator == "finite_difference" and shape.experts is not None:
         raise RecipeError([explain_refused_differences(settings.model.path)])
     model, batch, probe = settings.model, settings.batch, settings.probe
@@ -239,8 +234,7 @@ def plan_batch(
     elif batch.pack_tokens_per_rank is not None or settings.method.alpha_scope == "micro_batch" or shape.is_alone:
         micro = 1  # a pack; with alpha_scope micro_batch, sequences that share a micro-batch would change alpha
     has_probe = settings.estimator is not None
-    probe_batch_size = None if probe.batch_size == "all" else probe.batch_size
-    sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
+    sections: tuple[_Section, ...] = ("batch", "probe") if has_probe else ("batch",)
     sizes = {section: find_sequence_parallel_sizes(settings, section, num_ranks, shape) for section in sections}
     return BatchPlan(
         num_ranks=num_ranks,
@@ -248,7 +242,7 @@ def plan_batch(
         micro_batch_size_per_rank=micro,
         pack_tokens_per_rank=batch.pack_tokens_per_rank,
         num_trusted_global=settings.num_trusted,
-        probe_batch_size_global=probe_batch_size if has_probe else 0,
+        probe_batch_size_global=(None if probe.batch_size == "all" else probe.batch_size) if has_probe else 0,
         probe_micro_batch_size_per_rank=probe.micro_batch_size_per_rank or micro,
         utility_micro_batch_size_per_rank=settings.utility.micro_batch_size_per_rank or micro,
         main_parallel_sizes=sizes["batch"],
@@ -287,3 +281,8 @@ def check_shared_forwards(settings: PlanSettings, shape: ModelShape) -> None:
         ]
     if problems:
         raise RecipeError(problems)
+
+
+def count_ranks(number: int, tensor: int) -> str:
+    """Such as `8 ranks`, or `4 tensor-parallel groups of 2 ranks`."""
+    return count(number, "rank") if tensor == 1 else f"{count(number, 'tensor-parallel group')} of {tensor} ranks"

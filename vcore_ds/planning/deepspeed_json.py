@@ -23,23 +23,31 @@ def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
 
     Raises RecipeError with all contradictions (JSON file, JSON key, what was found and expected) at once.
     """
-    path, config = _read_json(settings.engine.deepspeed_config)
+    path = SHIPPED_DEEPSPEED_CONFIGS.parent / settings.engine.deepspeed_config  # absolute, or the name of a shipped one
+    config = _read_json(path)
     problems = [*_find_auto_values(config), *_find_refused_values(config, settings), *_find_hpz_problems(config, plan)]
     if problems:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
-    for key, (value, _) in _list_recipe_values(settings).items():
-        _set(config, key, value)
-    # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself,
-    # and their number differs from step to step.
-    _set(config, "gradient_accumulation_steps", 1)
-    _set(config, "train_batch_size", config["train_micro_batch_size_per_gpu"] * plan.num_ranks)
-    _set(config, "data_types.grad_accum_dtype", "fp32")
-    # torch's SGD is not on DeepSpeed's list of optimizers that were tried under ZeRO. Ours are tested.
-    _set(config, "zero_allow_untested_optimizer", True)
-    # Its timer makes the host wait for the device before every training forward and after every step.
-    _set(config, "timers.throughput.enabled", False)
-    # With an offloaded optimizer it insists on an Adam that it compiles at first use; PyTorch's updates on the CPU too.
-    _set(config, "zero_force_ds_cpu_optimizer", False)
+    added = {
+        **{key: value for key, (value, _) in _list_recipe_values(settings).items()},
+        # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches
+        # itself, and their number differs from step to step.
+        "gradient_accumulation_steps": 1,
+        "data_types.grad_accum_dtype": "fp32",
+        # torch's SGD is not on DeepSpeed's list of optimizers that were tried under ZeRO. Ours are tested.
+        "zero_allow_untested_optimizer": True,
+        # Its timer makes the host wait for the device before every training forward and after every step.
+        "timers.throughput.enabled": False,
+        # With an offloaded optimizer it insists on an Adam that it compiles at first use; PyTorch's works on CPUs too.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    added["train_batch_size"] = added["train_micro_batch_size_per_gpu"] * plan.num_ranks
+    for key, value in added.items():
+        *parents, name = key.split(".")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
     return config
 
 
@@ -123,29 +131,23 @@ def _find_hpz_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]
             yield f"{key}: found {size} together with parallel.{name} {group_size}; expected no such key"
 
 
-def _read_json(file: str) -> tuple[Path, dict[str, Any]]:
-    """The JSON and its path. `file`: absolute, or the name of a shipped one."""
-    path = SHIPPED_DEEPSPEED_CONFIGS.parent / file
-    duplicates: set[str] = set()
-
-    def collect_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        duplicates.update(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+def _read_json(path: Path) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, number in Counter(name for name, _ in pairs).items():
+            if number > 1:
+                raise ValueError(f"{name} twice in one object")
         return dict(pairs)
 
     try:
-        config = json.loads(read_text(path), object_pairs_hook=collect_duplicates)
-    except json.JSONDecodeError as error:
-        where = f"{path}:{error.lineno}:{error.colno}"
-        raise RecipeError([f"{where}: found text that is not JSON: {error.msg}; expected a DeepSpeed JSON"]) from None
+        config = json.loads(read_text(path), object_pairs_hook=refuse_duplicates)
+        found = show(config)
     except FileNotFoundError:
-        raise RecipeError([f"{path}: found no such file; expected a DeepSpeed JSON"]) from None
-    except UnreadableFile as error:
-        raise RecipeError([f"{path}: {error}; expected a DeepSpeed JSON"]) from None
+        config, found = None, "no such file"
+    except (UnreadableFile, ValueError) as error:
+        config, found = None, str(error)
     if not isinstance(config, dict):
-        raise RecipeError([f"{path}: found {show(config)}; expected a JSON object with DeepSpeed's settings"])
-    if duplicates:
-        raise RecipeError(f"{path}: {name}: found twice in one object; expected once" for name in sorted(duplicates))
-    return path, config
+        raise RecipeError([f"{path}: found {found}; expected a JSON object with DeepSpeed's settings"])
+    return config
 
 
 def _get(config: dict[str, Any], dotted: str, default: Any = _MISSING) -> Any:
@@ -155,13 +157,6 @@ def _get(config: dict[str, Any], dotted: str, default: Any = _MISSING) -> Any:
             return default
         value = value[name]
     return value
-
-
-def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, name = dotted.split(".")
-    for parent in parents:
-        config = config.setdefault(parent, {})
-    config[name] = value
 
 
 def _describe_value(config: dict[str, Any], dotted: str) -> str:

@@ -9,14 +9,13 @@ from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
-from vcore_ds.planning.model_shape import estimate_fullest_load
-from vcore_ds.planning.passes import ParameterCounts
-from vcore_ds.planning.settings import AdapterShape, MemorySettings, PlanSettings
+from vcore_ds.planning.passes import ParameterCounts, estimate_fullest_load
+from vcore_ds.planning.settings import MemorySettings, PlanSettings
 
 _MIN_PACK_TOKENS = 1024
-"""Shortest pack that is offered as a remedy: passes over shorter ones spend their time on all-gathers."""
+"""Shortest pack that is offered: passes over shorter ones spend their time on all-gathers."""
 
-_MOST_RANKS = 1024  # largest job that is offered as a remedy
+_MOST_RANKS = 1024  # largest job that is offered
 
 
 @dataclass(frozen=True)
@@ -27,29 +26,14 @@ class Available:
     host: int
     is_cpu: bool = False  # whether the device is the host: offloaded shards take the same memory
 
-    def holds(self, estimate: MemoryEstimate) -> bool:
-        """Whether the estimate fits, without a margin."""
-        return self._fits(estimate, 0)
-
-    def holds_with_margin(self, estimate: MemoryEstimate) -> bool:
-        return self._fits(estimate, estimate.margin_bytes)
-
-    def _fits(self, estimate: MemoryEstimate, margin: int) -> bool:
+    def holds(self, estimate: MemoryEstimate, margin: int = 0) -> bool:
+        """Whether the estimate fits and leaves `margin` bytes."""
         if self.is_cpu:
             return estimate.peak_bytes + estimate.host_bytes + margin <= self.device
         return estimate.peak_bytes + margin <= self.device and estimate.host_bytes <= self.host
 
-
-_Change = tuple[Mapping[str, str], Mapping[str, Any]]
-"""Overrides of a recipe, and the fields of `MemorySettings` that they change."""
-
-
-@dataclass(frozen=True)
-class MemoryChange:
-    """A change that needs less memory."""
-
-    change: str  # overrides, a number of ranks, or both
-    estimate: MemoryEstimate
+    def holds_with_margin(self, estimate: MemoryEstimate) -> bool:
+        return self.holds(estimate, estimate.margin_bytes)
 
 
 @dataclass(frozen=True)
@@ -66,99 +50,72 @@ class MemoryPlan:
 
     @property
     def estimate(self) -> MemoryEstimate:
-        return self._estimate_changed({})
+        return self._estimate_changed()
 
-    def find_memory_changes(self, available: Available) -> list[MemoryChange]:
-        """Find the changes that need less memory, one by one, cheapest first; if none is enough, also all of them
-        together."""
-        changes = [*self._list_changes(available)]
-        remedies = [self._apply(change) for change in changes]
-        remedies += self._find_more_ranks(available)
-        if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in remedies):
-            overrides = {key: value for change, _ in changes for key, value in change.items()}
-            together = overrides, {key: value for _, settings in changes for key, value in settings.items()}
-            remedies.append(self._apply(together))
-            if not available.holds(remedies[-1].estimate):
-                remedies += self._find_more_ranks(available, together)
-        return remedies
+    def find_memory_changes(self, available: Available) -> dict[str, MemoryEstimate]:
+        """Find the changes that need less memory, each alone, cheapest first: overrides of the recipe, and the smallest
+        number of ranks that fits, by doubling."""
+        changes = {words: self._estimate_changed(**fields) for words, fields in self._list_changes(available)}
+        num_ranks = 2 * self.settings.num_ranks
+        while num_ranks * self.settings.tensor <= _MOST_RANKS:
+            estimate = self._estimate_changed(num_ranks=num_ranks)
+            if available.holds(estimate):
+                return {**changes, f"{num_ranks * self.settings.tensor} ranks": estimate}
+            num_ranks *= 2
+        return changes
 
-    def _apply(self, change: _Change, num_ranks: int | None = None) -> MemoryChange:
-        """`num_ranks`: ranks of the job; None for no change."""
-        overrides, settings = change
-        if num_ranks is not None:
-            settings = {**settings, "num_ranks": num_ranks // self.settings.tensor}
-        ranks = [] if num_ranks is None else [f"{num_ranks} ranks"]
-        words = [" ".join(f"{key}={value}" for key, value in overrides.items())] if overrides else []
-        return MemoryChange(" and ".join([*ranks, *words]), self._estimate_changed(settings))
+    def _estimate_changed(self, **fields: Any) -> MemoryEstimate:
+        """Estimate the memory with other values of some fields of `MemorySettings`."""
+        return estimate_memory(self.plan.time_model.shape, replace(self.settings, **fields), self.counts)
 
-    def _list_changes(self, available: Available) -> Iterator[_Change]:
-        settings = self.settings
+    def _list_changes(self, available: Available) -> Iterator[tuple[str, dict[str, Any]]]:
+        """List overrides of the recipe, and the fields of `MemorySettings` that they change."""
+        settings, checkpointed = self.settings, "model.gradient_checkpointing=true"
         if settings.stages_checkpoints:
-            yield ({"checkpoint.async": "false"}, {"stages_checkpoints": False})
+            yield "checkpoint.async=false", {"stages_checkpoints": False}
         if not settings.is_checkpointed:
-            yield ({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
-        yield from self._list_expert_changes()
-        yield from self._list_micro_batch_changes()
+            yield checkpointed, {"is_checkpointed": True}
+        larger, in_node = (
+            [n for n in self.other_expert_sizes if n > settings.expert],
+            self.plan.time_model.ranks_per_node,
+        )
+        for size in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
+            load = estimate_fullest_load(self.plan.time_model.shape, size)
+            yield f"parallel.expert={size}", {"expert": size, "expert_load": load}
+        yield from self._list_fewer_tokens()
         if available.is_cpu:  # offloading moves nothing there
             return
         if settings.number_bytes == 2:
             for name, all_of_it in (("offload_optimizer", False), ("offload_all", True)):
-                if settings.offloads_optimizer and (settings.offloads_parameters or not all_of_it):
-                    continue
-                file = f"{SHIPPED_DEEPSPEED_CONFIGS.name}/zero3_bf16_{name}.json"
-                offloaded = {"offloads_optimizer": True, "offloads_parameters": all_of_it, "ranks_of_second_copy": 1}
-                yield ({"engine.deepspeed_config": file}, offloaded)
+                if not settings.offloads_optimizer or (all_of_it and not settings.offloads_parameters):
+                    file = f"engine.deepspeed_config={SHIPPED_DEEPSPEED_CONFIGS.name}/zero3_bf16_{name}.json"
+                    offloads = {"offloads_optimizer": True, "offloads_parameters": all_of_it, "ranks_of_second_copy": 1}
+                    yield file, offloads
         if not settings.offloads_checkpoints:
-            key = {} if settings.is_checkpointed else {"model.gradient_checkpointing": "true"}
-            overrides = {**key, "model.activation_offload": "true"}
-            yield (overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
+            words = ([] if settings.is_checkpointed else [checkpointed]) + ["model.activation_offload=true"]
+            yield " ".join(words), {"is_checkpointed": True, "offloads_checkpoints": True}
 
-    def _list_expert_changes(self) -> Iterator[_Change]:
-        """List expert parallelism over the ranks of a node, and at the largest possible size."""
-        experts, in_node = self.plan.time_model.shape.experts, self.plan.time_model.ranks_per_node
-        larger = [n for n in self.other_expert_sizes if n > self.settings.expert]
-        for size in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
-            assert experts is not None  # whose sizes these are
-            changed = {"expert": size, "expert_load": estimate_fullest_load(experts.num_experts, size)}
-            yield ({"parallel.expert": str(size)}, changed)
-
-    def _list_micro_batch_changes(self) -> Iterator[_Change]:
+    def _list_fewer_tokens(self) -> Iterator[tuple[str, dict[str, int]]]:
         """List changes with fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
-        plan, pack = self.plan, self.plan.pack_tokens_per_rank
+        plan, pack, micro = self.plan, self.plan.pack_tokens_per_rank, self.plan.micro_batch_size_per_rank
         if pack is not None:
             half = pack // 2
             if half >= _MIN_PACK_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
-                yield ({"batch.pack_tokens_per_rank": str(half)}, self._scale_tokens(half / pack))
+                yield f"batch.pack_tokens_per_rank={half}", self._scale_tokens(half / pack)
             return
-        if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
-            share = 1 / plan.micro_batch_size_per_rank
-            yield ({"batch.micro_batch_size_per_rank": "1"}, self._scale_tokens(share))
+        if micro is not None and micro > 1:
+            yield "batch.micro_batch_size_per_rank=1", self._scale_tokens(1 / micro)
         shape = plan.time_model.shape
-        larger = [
-            k for k in list_sequence_parallel_sizes(plan.num_ranks, shape.num_heads) if k > self.sequence_parallel
-        ]
-        if larger and shape.no_sequence_parallelism is None:
-            overrides = {"batch.sequence_parallel": str(larger[0])}
-            if plan.probe_batch_size_global != 0:
-                overrides["probe.sequence_parallel"] = str(larger[0])
-            yield (overrides, self._scale_tokens(self.sequence_parallel / larger[0]))
+        possible = list_sequence_parallel_sizes(plan.num_ranks, shape.num_heads)
+        larger = next((k for k in possible if k > self.sequence_parallel), None)
+        if larger is not None and shape.no_sequence_parallelism is None:
+            sections = ["batch"] if plan.probe_batch_size_global == 0 else ["batch", "probe"]
+            words = " ".join(f"{section}.sequence_parallel={larger}" for section in sections)
+            yield words, self._scale_tokens(self.sequence_parallel / larger)
 
     def _scale_tokens(self, share: float) -> dict[str, int]:
         keys = ("main_tokens", "probe_tokens", "utility_tokens")
         return {key: round(getattr(self.settings, key) * share) for key in keys}
-
-    def _find_more_ranks(self, available: Available, change: _Change = ({}, {})) -> Iterator[MemoryChange]:
-        """Find the smallest number of ranks that fits, by doubling."""
-        num_ranks = 2 * self.settings.num_ranks * self.settings.tensor
-        while num_ranks <= _MOST_RANKS:
-            remedy = self._apply(change, num_ranks)
-            if available.holds(remedy.estimate):
-                yield remedy
-                return
-            num_ranks *= 2
-
-    def _estimate_changed(self, changed: Mapping[str, Any]) -> MemoryEstimate:
-        return estimate_memory(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
 
 
 def plan_memory(
@@ -176,39 +133,33 @@ def plan_memory(
     micro-batches are as large as the recipe allows. `counts` are those of the model itself, or of a rank's part with
     tensor parallelism; None, or zeros, for those of its shape.
     """
-    shape = plan.time_model.shape
+    shape, zero = plan.time_model.shape, deepspeed_config["zero_optimization"]
     if shape.hidden_size == 0:
         return None
-    zero = deepspeed_config["zero_optimization"]
-    counts = counts if counts is not None and counts.all > 0 else None
-    hpz = zero.get("zero_hpz_partition_size", 1)
     longest = plan.pack_tokens_per_rank or settings.cutoff_length * (plan.micro_batch_size_per_rank or 1)
-    tokens = {part: utilization.most_tokens for part, utilization in passes.items()}
-    main_tokens = tokens.get("main", longest)
-    model, lora = settings.model, settings.lora
+    main_tokens, probe_tokens = (passes[p].most_tokens if p in passes else longest for p in ("main", "probe"))
     has_utility_pass = settings.estimator is not None and not settings.is_fused
+    hpz = zero.get("zero_hpz_partition_size", 1)
     memory_settings = MemorySettings(
         num_ranks=plan.num_ranks,
         main_tokens=main_tokens,
-        probe_tokens=tokens.get("probe", longest) if plan.probe_batch_size_global != 0 else 0,
+        probe_tokens=probe_tokens if plan.probe_batch_size_global != 0 else 0,
         utility_tokens=main_tokens * plan.batches_per_utility_pass if has_utility_pass else 0,
         tensor=plan.tensor,
         expert=plan.time_model.expert,
-        expert_load=1.0
-        if shape.experts is None
-        else estimate_fullest_load(shape.experts.num_experts, plan.time_model.expert),
+        expert_load=estimate_fullest_load(shape, plan.time_model.expert),
         estimator=settings.estimator,
-        probe_rank=settings.probe.rank if settings.estimator == "jvp" and lora is None else None,
+        probe_rank=settings.probe.rank if settings.estimator == "jvp" and settings.lora is None else None,
         rank_passes=settings.probe.rank_passes,
         fp8_tangents=settings.utility.tangent_precision == "fp8",
         is_fused=settings.is_fused,
-        number_bytes=2 if model.precision == "bf16" else 4,
-        adapters=None if lora is None else AdapterShape(lora.rank, lora.dropout > 0.0),
+        number_bytes=2 if settings.model.precision == "bf16" else 4,
+        lora=settings.lora,
         is_anchored=settings.method.is_anchored,
         optimizer=settings.optimizer.name,
         has_muon_direction=settings.estimator is not None and settings.probe.direction == "muon",
-        is_checkpointed=model.gradient_checkpointing,
-        offloads_checkpoints=model.activation_offload,
+        is_checkpointed=settings.model.gradient_checkpointing,
+        offloads_checkpoints=settings.model.activation_offload,
         offloads_parameters=_is_offloaded(zero, "offload_param"),
         offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
         stages_checkpoints=settings.stages_checkpoints,
@@ -219,9 +170,14 @@ def plan_memory(
         on_gpu=on_gpu,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
-    sequence_parallel = passes["main"].typical_parallel_size if "main" in passes else 1
-    other_expert_sizes = find_other_expert_sizes(settings, plan.num_ranks_of_job, shape)
-    return MemoryPlan(plan, memory_settings, sequence_parallel, settings.cutoff_length, counts, other_expert_sizes)
+    return MemoryPlan(
+        plan,
+        memory_settings,
+        passes["main"].typical_parallel_size if "main" in passes else 1,
+        settings.cutoff_length,
+        counts if counts is not None and counts.all > 0 else None,
+        find_other_expert_sizes(settings, plan.num_ranks_of_job, shape),
+    )
 
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}
@@ -269,34 +225,28 @@ def describe_shortage(plan: MemoryPlan, available: Available) -> str:
     """The message of a run that does not fit: bytes by kind, and the changes that take less."""
     estimate = plan.estimate
     where, room, needed = find_shortage(estimate, available)
-    phase = estimate.peak_phase
     lines = [
         f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, estimated for "
-        f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch:",
-        *_format_table("for the whole run", estimate.persistent),
-        *_format_table(f"at the peak, in {phase}", estimate.phases[phase]),
-        *_format_table("in host memory", estimate.host),
-        "These need less memory:",
-        *format_memory_changes(plan, available),
-        "engine.memory_check=false starts anyway",
+        f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch:"
     ]
-    return "\n".join(lines)
-
-
-def _format_table(title: str, kinds: Mapping[str, int]) -> list[str]:
-    """Format GiB by kind, one line each, below their sum; nothing where there are none."""
-    if not kinds:
-        return []
-    rows = [f"  {gib(num_bytes):>10}    {kind}" for kind, num_bytes in kinds.items() if num_bytes]
-    return [f"  {gib(sum(kinds.values())):>10}  {title}", *rows]
+    tables = {
+        "for the whole run": estimate.persistent,
+        f"at the peak, in {estimate.peak_phase}": estimate.phases[estimate.peak_phase],
+        "in host memory": estimate.host,
+    }
+    for title, kinds in tables.items():
+        if kinds:
+            lines.append(f"  {gib(sum(kinds.values())):>10}  {title}")
+        lines += [f"  {gib(num_bytes):>10}    {kind}" for kind, num_bytes in kinds.items() if num_bytes]
+    changes = format_memory_changes(plan, available)
+    return "\n".join([*lines, "These need less memory:", *changes, "engine.memory_check=false starts anyway"])
 
 
 def format_memory_changes(plan: MemoryPlan, available: Available) -> list[str]:
     """Format the changes that take less memory, a line each."""
     lines = []
-    for remedy in plan.find_memory_changes(available):
-        estimate = remedy.estimate
+    for change, estimate in plan.find_memory_changes(available).items():
         host = f" and {gib(estimate.host_bytes)} in host memory" if estimate.host else ""
         verdict = "" if available.holds(estimate) else ", not enough alone"
-        lines.append(f"  {remedy.change}: {gib(estimate.peak_bytes)} GiB{host}{verdict}")
+        lines.append(f"  {change}: {gib(estimate.peak_bytes)} GiB{host}{verdict}")
     return lines or ["  (no recipe setting makes it fit)"]

@@ -53,21 +53,6 @@ def estimate_gather_traffic(num_bytes: float, num_ranks: int, ranks_per_node: in
     return Traffic(num_bytes * (r - 1) / r, num_bytes * (1 - r / num_ranks) / r)
 
 
-def estimate_weights_traffic(
-    num_bytes: float, num_bytes_experts: float, num_ranks: int, ranks_per_node: int, expert: int = 1
-) -> Traffic:
-    """Estimate a rank's traffic when a model's weights are all-gathered, or their gradients reduce-scattered:
-    `num_bytes` of all but the experts, and `num_bytes_experts` of all routed experts.
-
-    With the expert-parallel size `expert`, neighbouring ranks shard the experts: a rank all-gathers its experts from
-    the ranks with the same place in the other groups; with one group it already holds them.
-    """
-    num_groups, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
-    return estimate_gather_traffic(num_bytes, num_ranks, ranks_per_node) + estimate_gather_traffic(
-        num_bytes_experts / expert, num_groups, in_node
-    )
-
-
 def estimate_exchange_traffic(num_bytes: float, num_sharing: int, ranks_per_node: int) -> Traffic:
     """Estimate a rank's traffic when it sends `num_bytes` in all-to-alls of its sequence-parallel group, or of its
     expert-parallel group, whose tokens go to all experts evenly.
@@ -85,19 +70,6 @@ def count_exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
     return shape.head_dim * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, sequence_parallel))
 
 
-def count_numbers_to_experts(shape: ModelShape) -> int:
-    """Count the numbers that a rank sends in a forward for each of its tokens with expert parallelism: its hidden
-    states, to each of its experts in each layer, and back."""
-    experts = shape.experts
-    return 0 if experts is None else 2 * experts.num_layers * experts.per_token * shape.hidden_size
-
-
-def estimate_hidden_state_traffic(num_bytes: float, tensor: int) -> Traffic:
-    """Estimate a rank's traffic in an all-gather or reduce-scatter of `num_bytes` of hidden states over its
-    tensor-parallel group, which is in one node: all but the rank's own shard."""
-    return Traffic(inside=num_bytes * (tensor - 1) / tensor)
-
-
 @dataclass(frozen=True)
 class Gpu:
     """Peak numbers of one device in its usual server."""
@@ -113,41 +85,29 @@ class Gpu:
     attention_flops: float
 
 
-# `attention_flops`, for a head dimension of 128 and 8,192 tokens or more. A100: FlashAttention-2's paper
-# (arXiv:2307.08691), 50 to 73% of the peak forward, up to 63% backward. H100: 35% of the peak forward by
-# FlashAttention-3's paper (arXiv:2407.08608), less backward. B200: 330 to 380 TFLOP/s forward (tritonbench#171,
-# flash-attention#1589), 313 to 346 forward and backward (the latter). Others in proportion to a neighbour's peak; RTX
-# PRO 6000: a quarter of its peak.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        # NVIDIA A100 data sheet, SXM 80 GB; DGX A100: eight 200 Gb/s adapters.
+        # NVIDIA's data sheets; DGX systems have eight network adapters of 200 (A100) or 400 Gb/s.
         Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9, 175e12),
-        # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
         Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9, 305e12),
-        # NVIDIA H100 PCIe product brief, 80 GB; NVIDIA H100 data sheet, NVL, half of its sparse peak, 94 GB. PCIe 5.0
-        # x16 in one direction, as NVLink joins pairs at most; 400 Gb/s a GPU assumed.
+        # PCIe 5.0 x16 in one direction, as NVLink joins two to four cards at most; 400 Gb/s a GPU assumed.
         Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9, 230e12),
         Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9, 255e12),
-        # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.
         Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9, 305e12),
-        # The same, NVL: 141 GB, on PCIe as above; its NVLink joins four at most.
         Gpu("H200 NVL", 139 * GIB, 835e12, 4.8e12, 64e9, 50e9, 255e12),
-        # NVIDIA HGX B200: 36 PFLOP/s sparse bf16, 1.4 TB and 14.4 TB/s of NVLink in both directions over 8; DGX B200:
-        # 64 TB/s of memory over 8, eight 400 Gb/s adapters. 183,359 MiB by nvidia-smi.
+        # HGX B200 and B300: 36 PFLOP/s sparse bf16 and 14.4 TB/s of NVLink in both directions over 8; adapters of 400
+        # and 800 Gb/s.
         Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9, 330e12),
-        # NVIDIA HGX B300: 36 PFLOP/s sparse bf16 over 8, 8 TB/s of memory, eight 800 Gb/s adapters. 288 GB, which is
-        # 268 GiB.
         Gpu("B300", 267 * GIB, 2250e12, 8e12, 900e9, 100e9, 330e12),
-        # NVIDIA GB200 NVL72: 360 PFLOP/s sparse bf16, 13.4 TB, 576 TB/s and 130 TB/s of NVLink in both directions over
-        # 72; a 400 Gb/s adapter a GPU. Its NVLink joins the nodes of a rack (--gpus-per-node 72).
+        # GB200 NVL72: 360 PFLOP/s sparse bf16 over 72. Its NVLink joins the nodes of a rack (--gpus-per-node 72).
         Gpu("GB200", 184 * GIB, 2500e12, 8e12, 900e9, 50e9, 330e12),
-        # NVIDIA RTX Blackwell PRO architecture paper, Workstation Edition: 503.8 TFLOP/s with fp32 sums, 96 GB of GDDR7
-        # at 1,792 GB/s; PCIe 5.0 x16 instead of NVLink. 400 Gb/s a GPU as in NVIDIA's RTX PRO servers.
+        # Workstation Edition: 503.8 TFLOP/s with fp32 sums; PCIe 5.0 x16; 400 Gb/s a GPU as in RTX PRO servers.
         Gpu("RTX PRO 6000", 94 * GIB, 503.8e12, 1.792e12, 64e9, 50e9, 125e12),
     )
 }
-"""By the name that `--gpu` takes. Memory is what nvidia-smi shows for such devices, less what its context takes."""
+"""By the name that `--gpu` takes. Memory is what nvidia-smi shows for such devices, less what its context takes;
+`attention_flops` are those of docs/planning.md, for a head dimension of 128 and 8,192 tokens or more."""
 
 _OTHER_PEAKS = {"GH200": 989e12, "L40S": 362e12, "L4": 121e12}
 """Dense bf16 FLOP a second of devices on which single runs are timed, but no clusters planned."""
@@ -218,7 +178,6 @@ class Cluster:
     num_gpus: int
     gpus_per_node: int = 8
     achieved: Achieved = Achieved()
-    host_bytes_per_node: int = 2048 * GIB  # host memory, for offloaded shards
 
     @property
     def ranks_per_node(self) -> int:
@@ -232,8 +191,8 @@ class Cluster:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of each rank."""
-        return self.host_bytes_per_node // self.ranks_per_node
+        """Host memory of each rank, for offloaded shards: a node is assumed to have 2 TiB."""
+        return 2048 * GIB // self.ranks_per_node
 
     @property
     def machine(self) -> Machine:

@@ -2,14 +2,18 @@
 of it that a plan reads."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, parse_shape
+from vcore_ds.planning.model_shape import SIZE_NAMES, ModelShape, make_shape
 
 CONFIG_NAME = "config.json"
+
+_TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
+"""Keys of config.json that may hold the language model, as in transformers' `get_text_config`."""
 
 
 def read_config_file(file: Path) -> dict[str, Any]:
@@ -60,8 +64,23 @@ def _list_config_files(path: str) -> list[Path]:
     return [local]
 
 
+def parse_shape(raw: Mapping[str, Any]) -> ModelShape | None:
+    """Parse the values of a config.json; None where it lacks a size, or has one that cannot be meant."""
+    for section in _TEXT_SECTIONS:
+        if isinstance(raw.get(section), dict):
+            raw = raw[section]
+            break
+    sizes: dict[str, int | None] = {}
+    for size, names in SIZE_NAMES.items():
+        values = [raw[name] for name in names if raw.get(name) is not None]
+        if any(type(value) is not int or not 1 <= value < 2**31 for value in values):
+            return None
+        sizes[size] = values[0] if values else None
+    return make_shape(sizes, raw)
+
+
 def _config(
-    model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, width: int, vocabulary: int, positions: int,
+    model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, width: int, vocabulary: int,
     *, tied: bool = False, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     return dict(
@@ -72,148 +91,106 @@ def _config(
         num_key_value_heads=kv_heads,
         intermediate_size=width,
         vocab_size=vocabulary,
-        max_position_embeddings=positions,
         tie_word_embeddings=tied,
         **more,
     )
 
 
 def _qwen3(layers: int, hidden: int, heads: int, width: int, *, tied: bool = False) -> dict[str, Any]:
-    return _config("qwen3", layers, hidden, heads, 8, width, 151936, 40960, tied=tied, head_dim=128)
+    return _config("qwen3", layers, hidden, heads, 8, width, 151936, tied=tied, head_dim=128)
 
-
-def _change_positions(config: dict[str, Any], positions: int, **changed: Any) -> dict[str, Any]:
-    """Return a configuration of the same sizes with another number of positions."""
-    return config | {"max_position_embeddings": positions} | changed
-
-
-_LLAMA_8B = _config("llama", 32, 4096, 32, 8, 14336, 128256, 131072)
-_LLAMA_70B = _config("llama", 80, 8192, 64, 8, 28672, 128256, 131072)
-_QWEN3_4B = _qwen3(36, 2560, 32, 9728, tied=True)
-_QWEN_1_5B = _config("qwen2", 28, 1536, 12, 2, 8960, 151936, 131072, tied=True)
-_QWEN_7B = _config("qwen2", 28, 3584, 28, 4, 18944, 152064, 131072)
-_QWEN_14B = _config("qwen2", 48, 5120, 40, 8, 13824, 152064, 131072)
-_QWEN_32B = _config("qwen2", 64, 5120, 40, 8, 27648, 152064, 131072)
-_QWEN_72B = _config("qwen2", 80, 8192, 64, 8, 29568, 152064, 131072)
-_MISTRAL_7B = _config("mistral", 32, 4096, 32, 8, 14336, 32000, 32768)
-_MOE_30B = _config(
-    "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, 40960, head_dim=128,
-    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
-)  # fmt: skip
-_MOE_235B = _config(
-    "qwen3_moe", 94, 4096, 64, 4, 12288, 151936, 40960, head_dim=128,
-    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
-)  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
-    "Qwen3-4B": _QWEN3_4B,
-    "Qwen3-4B-Instruct-2507": _change_positions(_QWEN3_4B, 262144),
-    "Qwen3-4B-Thinking-2507": _change_positions(_QWEN3_4B, 262144),
+    "Qwen3-4B": _qwen3(36, 2560, 32, 9728, tied=True),
     "Qwen3-8B": _qwen3(36, 4096, 32, 12288),
     "Qwen3-14B": _qwen3(40, 5120, 40, 17408),
     "Qwen3-32B": _qwen3(64, 5120, 64, 25600),
-    "Qwen2.5-0.5B": _config("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, tied=True),
-    "Qwen2.5-1.5B": _QWEN_1_5B,
-    "Qwen2.5-1.5B-Instruct": _change_positions(_QWEN_1_5B, 32768),
-    "Qwen2.5-3B": _config("qwen2", 36, 2048, 16, 2, 11008, 151936, 32768, tied=True),
-    "Qwen2.5-7B": _QWEN_7B,
-    "Qwen2.5-7B-Instruct": _change_positions(_QWEN_7B, 32768),
-    "Qwen2.5-7B-Instruct-1M": _change_positions(_QWEN_7B, 1010000),
-    "Qwen2.5-14B": _QWEN_14B,
-    "Qwen2.5-14B-Instruct": _change_positions(_QWEN_14B, 32768),
-    "Qwen2.5-14B-Instruct-1M": _change_positions(_QWEN_14B, 1010000),
-    "Qwen2.5-32B": _QWEN_32B,
-    "Qwen2.5-32B-Instruct": _change_positions(_QWEN_32B, 32768),
-    "Qwen2.5-72B": _QWEN_72B,
-    "Qwen2.5-72B-Instruct": _change_positions(_QWEN_72B, 32768),
-    "Qwen2.5-Math-1.5B": _change_positions(_QWEN_1_5B, 4096),
-    "Qwen2.5-Math-7B": _change_positions(_QWEN_7B, 4096),
-    "Qwen2.5-Math-72B": _change_positions(_QWEN_72B, 4096),
-    "Qwen2.5-Coder-1.5B": _change_positions(_QWEN_1_5B, 32768),
-    "Qwen2.5-Coder-7B": _change_positions(_QWEN_7B, 32768),
-    "Qwen2.5-Coder-14B": _change_positions(_QWEN_14B, 32768),
-    "Qwen2.5-Coder-32B": _change_positions(_QWEN_32B, 32768),
-    "DeepSeek-R1-Distill-Qwen-1.5B": _change_positions(_QWEN_1_5B, 131072, tie_word_embeddings=False),
-    "DeepSeek-R1-Distill-Qwen-7B": _QWEN_7B,
-    "DeepSeek-R1-Distill-Qwen-14B": _QWEN_14B,
-    "DeepSeek-R1-Distill-Qwen-32B": _QWEN_32B,
-    "DeepSeek-R1-Distill-Llama-8B": _LLAMA_8B,
-    "DeepSeek-R1-Distill-Llama-70B": _LLAMA_70B,
-    "Llama-2-7b": _config("llama", 32, 4096, 32, 32, 11008, 32000, 4096),
-    "Llama-2-13b": _config("llama", 40, 5120, 40, 40, 13824, 32000, 4096),
-    "Llama-2-70b": _config("llama", 80, 8192, 64, 8, 28672, 32000, 4096),
-    "Llama-3-8B": _change_positions(_LLAMA_8B, 8192),
-    "Llama-3-70B": _change_positions(_LLAMA_70B, 8192),
-    "Llama-3.1-8B": _LLAMA_8B,
-    "Llama-3.1-70B": _LLAMA_70B,
-    "Llama-3.1-405B": _config("llama", 126, 16384, 128, 8, 53248, 128256, 131072),
-    "Llama-3.2-1B": _config("llama", 16, 2048, 32, 8, 8192, 128256, 131072, tied=True),
-    "Llama-3.2-3B": _config("llama", 28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
-    "Llama-3.3-70B": _LLAMA_70B,
-    "gemma-2b": _config("gemma", 18, 2048, 8, 1, 16384, 256000, 8192, tied=True, head_dim=256),
-    "gemma-7b": _config("gemma", 28, 3072, 16, 16, 24576, 256000, 8192, tied=True, head_dim=256),
-    "gemma-2-2b": _config("gemma2", 26, 2304, 8, 4, 9216, 256000, 8192, tied=True, head_dim=256),
-    "gemma-2-9b": _config("gemma2", 42, 3584, 16, 8, 14336, 256000, 8192, tied=True, head_dim=256),
-    "gemma-2-27b": _config("gemma2", 46, 4608, 32, 16, 36864, 256000, 8192, tied=True, head_dim=128),
-    "gemma-3-1b": _config("gemma3_text", 26, 1152, 4, 1, 6912, 262144, 32768, tied=True, head_dim=256),
+    "Qwen2.5-0.5B": _config("qwen2", 24, 896, 14, 2, 4864, 151936, tied=True),
+    "Qwen2.5-1.5B": _config("qwen2", 28, 1536, 12, 2, 8960, 151936, tied=True),
+    "Qwen2.5-3B": _config("qwen2", 36, 2048, 16, 2, 11008, 151936, tied=True),
+    "Qwen2.5-7B": _config("qwen2", 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5-14B": _config("qwen2", 48, 5120, 40, 8, 13824, 152064),
+    "Qwen2.5-32B": _config("qwen2", 64, 5120, 40, 8, 27648, 152064),
+    "Qwen2.5-72B": _config("qwen2", 80, 8192, 64, 8, 29568, 152064),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _config("qwen2", 28, 1536, 12, 2, 8960, 151936),
+    "Llama-3.1-8B": _config("llama", 32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": _config("llama", 80, 8192, 64, 8, 28672, 128256),
+    "Llama-3.1-405B": _config("llama", 126, 16384, 128, 8, 53248, 128256),
+    "Llama-3.2-1B": _config("llama", 16, 2048, 32, 8, 8192, 128256, tied=True),
+    "Llama-3.2-3B": _config("llama", 28, 3072, 24, 8, 8192, 128256, tied=True),
+    "gemma-2-2b": _config("gemma2", 26, 2304, 8, 4, 9216, 256000, tied=True, head_dim=256),
+    "gemma-2-9b": _config("gemma2", 42, 3584, 16, 8, 14336, 256000, tied=True, head_dim=256),
+    "gemma-2-27b": _config("gemma2", 46, 4608, 32, 16, 36864, 256000, tied=True, head_dim=128),
+    "gemma-3-1b": _config("gemma3_text", 26, 1152, 4, 1, 6912, 262144, tied=True, head_dim=256),
     # The language models of vision-language models, without the image encoder.
-    "gemma-3-4b": _config("gemma3_text", 34, 2560, 8, 4, 10240, 262208, 131072, tied=True, head_dim=256),
-    "gemma-3-12b": _config("gemma3_text", 48, 3840, 16, 8, 15360, 262208, 131072, tied=True, head_dim=256),
-    "gemma-3-27b": _config("gemma3_text", 62, 5376, 32, 16, 21504, 262208, 131072, tied=True, head_dim=128),
-    "OLMo-2-0425-1B": _config("olmo2", 16, 2048, 16, 16, 8192, 100352, 4096),
-    "OLMo-2-1124-7B": _config("olmo2", 32, 4096, 32, 32, 11008, 100352, 4096),
-    "OLMo-2-1124-13B": _config("olmo2", 40, 5120, 40, 40, 13824, 100352, 4096),
-    "OLMo-2-0325-32B": _config("olmo2", 64, 5120, 40, 8, 27648, 100352, 4096),
-    "Olmo-3-1025-7B": _config("olmo3", 32, 4096, 32, 32, 11008, 100278, 65536),
-    "Olmo-3-7B": _config("olmo3", 32, 4096, 32, 32, 11008, 100278, 65536),
-    "Olmo-3-1125-32B": _config("olmo3", 64, 5120, 40, 8, 27648, 100278, 65536),
-    "Olmo-3-32B": _config("olmo3", 64, 5120, 40, 8, 27648, 100278, 65536),
-    "Mistral-7B-v0.1": _MISTRAL_7B,
-    "Mistral-7B-Instruct-v0.1": _MISTRAL_7B,
-    "Mistral-7B-Instruct-v0.2": _MISTRAL_7B,
-    "Mistral-7B-v0.3": _change_positions(_MISTRAL_7B, 32768, vocab_size=32768),
-    "Mistral-7B-Instruct-v0.3": _change_positions(_MISTRAL_7B, 32768, vocab_size=32768),
-    "Mistral-Nemo-Base-2407": _config("mistral", 40, 5120, 32, 8, 14336, 131072, 128000, head_dim=128),
-    "Mistral-Nemo-Instruct-2407": _config("mistral", 40, 5120, 32, 8, 14336, 131072, 128000, head_dim=128),
-    "Mistral-Small-24B-Base-2501": _config("mistral", 40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
-    "Mistral-Small-24B-Instruct-2501": _config("mistral", 40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
-    "SmolLM2-135M": _config("llama", 30, 576, 9, 3, 1536, 49152, 8192, tied=True),
-    "SmolLM2-360M": _config("llama", 32, 960, 15, 5, 2560, 49152, 8192, tied=True),
-    "SmolLM2-1.7B": _config("llama", 24, 2048, 32, 32, 8192, 49152, 8192, tied=True),
-    "Qwen3-30B-A3B": _MOE_30B,
-    "Qwen3-30B-A3B-Instruct-2507": _change_positions(_MOE_30B, 262144),
-    "Qwen3-30B-A3B-Thinking-2507": _change_positions(_MOE_30B, 262144),
-    "Qwen3-235B-A22B": _MOE_235B,
-    "Qwen3-235B-A22B-Instruct-2507": _change_positions(_MOE_235B, 262144),
-    "Qwen3-235B-A22B-Thinking-2507": _change_positions(_MOE_235B, 262144),
+    "gemma-3-4b": _config("gemma3_text", 34, 2560, 8, 4, 10240, 262208, tied=True, head_dim=256),
+    "gemma-3-12b": _config("gemma3_text", 48, 3840, 16, 8, 15360, 262208, tied=True, head_dim=256),
+    "gemma-3-27b": _config("gemma3_text", 62, 5376, 32, 16, 21504, 262208, tied=True, head_dim=128),
+    "OLMo-2-0425-1B": _config("olmo2", 16, 2048, 16, 16, 8192, 100352),
+    "OLMo-2-1124-7B": _config("olmo2", 32, 4096, 32, 32, 11008, 100352),
+    "OLMo-2-1124-13B": _config("olmo2", 40, 5120, 40, 40, 13824, 100352),
+    "OLMo-2-0325-32B": _config("olmo2", 64, 5120, 40, 8, 27648, 100352),
+    "Olmo-3-7B": _config("olmo3", 32, 4096, 32, 32, 11008, 100278),
+    "Olmo-3-32B": _config("olmo3", 64, 5120, 40, 8, 27648, 100278),
+    "Mistral-7B": _config("mistral", 32, 4096, 32, 8, 14336, 32000),
+    "Mistral-7B-v0.3": _config("mistral", 32, 4096, 32, 8, 14336, 32768),
+    "Mistral-7B-Instruct-v0.3": _config("mistral", 32, 4096, 32, 8, 14336, 32768),
+    "Mistral-Nemo": _config("mistral", 40, 5120, 32, 8, 14336, 131072, head_dim=128),
+    "Mistral-Small-24B": _config("mistral", 40, 5120, 32, 8, 32768, 131072, head_dim=128),
+    "SmolLM2-135M": _config("llama", 30, 576, 9, 3, 1536, 49152, tied=True),
+    "SmolLM2-360M": _config("llama", 32, 960, 15, 5, 2560, 49152, tied=True),
+    "SmolLM2-1.7B": _config("llama", 24, 2048, 32, 32, 8192, 49152, tied=True),
+    "Qwen3-30B-A3B": _config(
+        "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "Qwen3-235B-A22B": _config(
+        "qwen3_moe", 94, 4096, 64, 4, 12288, 151936, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+    ),
     "DeepSeek-V3": _config(
-        "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, 163840, first_k_dense_replace=3,
+        "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, first_k_dense_replace=3,
         q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
     ),
     "GLM-4.5": _config(
-        "glm4_moe", 92, 5120, 96, 8, 12288, 151552, 131072, first_k_dense_replace=3, head_dim=128, use_qk_norm=True,
+        "glm4_moe", 92, 5120, 96, 8, 12288, 151552, first_k_dense_replace=3, head_dim=128, use_qk_norm=True,
         n_routed_experts=160, num_experts_per_tok=8, moe_intermediate_size=1536, n_shared_experts=1,
     ),
     "GLM-4.5-Air": _config(
-        "glm4_moe", 46, 4096, 96, 8, 10944, 151552, 131072, first_k_dense_replace=1, head_dim=128,
+        "glm4_moe", 46, 4096, 96, 8, 10944, 151552, first_k_dense_replace=1, head_dim=128,
         n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1,
     ),
     "gpt-oss-20b": _config(
-        "gpt_oss", 24, 2880, 64, 8, 2880, 201088, 131072, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        "gpt_oss", 24, 2880, 64, 8, 2880, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
     ),
     "gpt-oss-120b": _config(
-        "gpt_oss", 36, 2880, 64, 8, 2880, 201088, 131072, head_dim=64, num_local_experts=128, num_experts_per_tok=4,
+        "gpt_oss", 36, 2880, 64, 8, 2880, 201088, head_dim=64, num_local_experts=128, num_experts_per_tok=4,
     ),
-    "Mixtral-8x7B": _config(
-        "mixtral", 32, 4096, 32, 8, 14336, 32000, 32768, num_local_experts=8, num_experts_per_tok=2,
-    ),
+    "Mixtral-8x7B": _config("mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
 }  # fmt: skip
-"""By the name with which their hub ids begin."""
+"""Sizes by the name with which hub ids begin. Positions are read from config.json alone: they differ between the models
+of one size."""
+
+_SAME_SIZES = {
+    "meta-": "",
+    "llama-3-": "llama-3.1-",
+    "llama-3.3-": "llama-3.1-",
+    "qwen2.5-coder-": "qwen2.5-",
+    "qwen2.5-math-": "qwen2.5-",
+    "deepseek-r1-distill-qwen-": "qwen2.5-",
+    "deepseek-r1-distill-llama-": "llama-3.1-",
+    "olmo-3-1025-": "olmo-3-",
+    "olmo-3-1125-": "olmo-3-",
+}
+"""Beginnings of names whose models have the sizes of others."""
 
 KNOWN_MODELS = {name: shape for name, config in CONFIGS.items() if (shape := parse_shape(config)) is not None}
+
+QWEN3_32B = KNOWN_MODELS["Qwen3-32B"]
+"""The model that a plan assumes where it cannot see the real one."""
 
 
 def find_known_model(path: str) -> str | None:
@@ -222,8 +199,11 @@ def find_known_model(path: str) -> str | None:
     The last part of the path has to begin with the whole name, so that `Qwen3-4B2` is not taken for another size; the
     longest such name counts.
     """
-    last = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    names = [name for name in KNOWN_MODELS if f"{last}-".startswith(f"{name.lower()}-")]
+    last = path.rstrip("/").rpartition("/")[2].lower() + "-"
+    names = [name for name in KNOWN_MODELS if last.startswith(f"{name.lower()}-")]
+    for beginning, other in _SAME_SIZES.items():
+        if not names and last.startswith(beginning):
+            return find_known_model(other + last.removeprefix(beginning).removesuffix("-"))
     return max(names, key=len, default=None)
 
 

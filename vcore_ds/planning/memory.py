@@ -18,6 +18,8 @@ from vcore_ds.planning.settings import MemorySettings
 
 Phase = Literal["probe", "utility", "main", "step"]
 
+PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
+
 SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
 
@@ -76,7 +78,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a rank. With tensor parallelism `shape` and `counts` are those of a rank's shard
     (`ModelShape.take_tensor_shard`); `counts` of None is `parameter_counts`."""
-    counts = counts or parameter_counts(shape, settings.adapters)
+    counts = counts or parameter_counts(shape, settings.lora)
     device, host = _estimate_persistent(shape, settings, counts)
     model = _Model(shape, settings, counts)
     phases: dict[Phase, Mapping[str, int]] = {}
@@ -85,7 +87,7 @@ def estimate_memory(
     if settings.utility_tokens:
         phases["utility"] = model.estimate_gradient_free_pass(settings.utility_tokens)
     phases["main"] = model.estimate_gradient_pass(settings.main_tokens, carries_tangents=settings.is_fused)
-    in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _shard(counts.trained, settings))
+    in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _divide(counts.trained, settings.num_ranks))
     phases["step"] = {"gradients of the update": _FP32 * in_update}
     if settings.optimizer == "muon":
         phases["step"] = {
@@ -101,13 +103,14 @@ def estimate_memory(
     return MemoryEstimate(device, phases, host)
 
 
-def _shard(numel: int, settings: MemorySettings) -> int:
-    return -(-numel // settings.num_ranks)
+def _divide(number: int, parts: int) -> int:
+    """The largest of `parts` equal shares, rounded up."""
+    return -(-number // parts)
 
 
 def estimate_unsharded_gradients(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> int:
     """Estimate the bytes of unreduced gradients on a rank: the gradient, and for 16-bit parameters the fp32 sum."""
-    if settings.adapters is not None:
+    if settings.lora is not None:
         return _FP32 * counts.trained
     trained = counts.trained - shape.remote_expert_parameters(settings.expert)
     return trained * (_FP32 if settings.number_bytes == _FP32 else settings.number_bytes + _FP32)
@@ -120,9 +123,9 @@ def _estimate_direction_phase(shape: ModelShape, settings: MemorySettings, count
     if settings.has_muon_direction:
         parts["a matrix of Muon"] = _estimate_muon_workspace(shape, settings, copies=10, squares=6)
     if settings.probe_rank is not None:
-        parts["direction before it is factorized"] = settings.number_bytes * _shard(counts.trained, settings)
+        parts["direction before it is factorized"] = settings.number_bytes * _divide(counts.trained, settings.num_ranks)
         most = max(shape.vocabulary_size * shape.hidden_size, shape.layer_parameters + shape.idle_layer_parameters)
-        parts["matrices that are factorized"] = _FP32 * _shard(most, settings)
+        parts["matrices that are factorized"] = _FP32 * _divide(most, settings.num_ranks)
     return parts
 
 
@@ -138,14 +141,14 @@ def _estimate_persistent(
     shape: ModelShape, settings: MemorySettings, counts: ParameterCounts
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Compute the bytes by kind, on the device and in host memory."""
-    b, trained = settings.number_bytes, _shard(counts.trained, settings)
-    b_trained = b if settings.adapters is None else _FP32
-    parameters = b * _shard(counts.all - counts.trained, settings) + b_trained * trained
+    b, trained = settings.number_bytes, _divide(counts.trained, settings.num_ranks)
+    b_trained = b if settings.lora is None else _FP32
+    parameters = b * _divide(counts.all - counts.trained, settings.num_ranks) + b_trained * trained
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     (host if settings.offloads_parameters else device)["parameters"] = parameters
     if settings.ranks_of_second_copy > 1:
-        device["second copy of the parameters"] = b * -(-counts.all // settings.ranks_of_second_copy)
+        device["second copy of the parameters"] = b * _divide(counts.all, settings.ranks_of_second_copy)
     optimizer_home = host if settings.offloads_optimizer else device
     # An offloaded optimizer has the reduced gradient twice: as it is accumulated, and as it is updated from.
     optimizer_home["gradients"] = _FP32 * trained * (2 if settings.offloads_optimizer else 1)
@@ -154,7 +157,7 @@ def _estimate_persistent(
         optimizer_home["moments"] = 2 * _FP32 * trained
     if settings.optimizer == "muon":  # one moment instead of two
         hidden = sum(number * rows * columns for number, rows, columns in shape.list_hidden_matrices())
-        optimizer_home["moments"] -= _FP32 * min(trained, _shard(hidden, settings))
+        optimizer_home["moments"] -= _FP32 * min(trained, _divide(hidden, settings.num_ranks))
     direction = b_trained * trained
     if settings.probe_rank is not None:
         experts, part = shape.experts, shape
@@ -187,13 +190,30 @@ class _Model:
         self.gathered_layer = self.layer - not_gathered * shape.expert_layer_parameters // settings.expert
         elsewhere = shape.remote_expert_parameters(settings.expert)
         self.gathered_all = counts.all - elsewhere - not_gathered * shape.expert_parameters // settings.expert
-        self.is_full = settings.adapters is None
+        self.is_full = settings.lora is None
         self.trained_layer = self.layer if self.is_full else counts.trained // shape.num_layers
+        experts = shape.experts
+        # Copies of a token's hidden states in an MoE layer: one for each of its experts; and in flight between ranks.
+        self.copies = 0 if experts is None else settings.expert_load * experts.per_token
+        self.copies_in_flight = 2 * self.copies if settings.expert > 1 else 0
+        # Width of the MLP that a token passes through, in an MoE model of an MoE layer; and of the one that recomputes
+        # its activated gate: experts save it.
+        self.mlp_width = self.formula_width = shape.intermediate_size
+        if experts is not None:
+            self.mlp_width = math.ceil(self.copies * experts.width) + experts.shared_width
+            self.formula_width = experts.shared_width
+        # A norm saves each number of its input in its dtype, or in fp32 with the factor of the weight's gradient.
+        self.norm_bytes = self.b if shape.has_llama_norms else _FP32 + (self.b if self.is_full else 0)
 
     def estimate_gradient_pass(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Estimate the bytes of the forward and backward of one micro-batch, by kind."""
         settings, b = self.settings, self.b
-        kept = self._estimate_kept_on_device(num_tokens)
+        kept = {
+            "gathered parameters": self._estimate_gathered(),
+            "activation checkpoints" if settings.is_checkpointed else "activations": (
+                0 if settings.offloads_checkpoints else self.estimate_kept_activations(num_tokens)
+            ),
+        }
         coalesced = 0
         if settings.coalesces_gradients:
             coalesced = estimate_unsharded_gradients(self.shape, settings, self.counts)
@@ -221,24 +241,13 @@ class _Model:
         """Estimate the bytes of activations that the backward needs: each layer's input, or all of them; and the last
         norm."""
         shape, b = self.shape, self.b
-        between = self._count_local_tokens(num_tokens)
+        between = _divide(num_tokens, self.settings.tensor)
         if self.settings.is_checkpointed:
             return between * b * shape.hidden_size * (shape.num_layers + 1)
-        last_norm = between * shape.hidden_size * (self._norm_bytes + b)
+        last_norm = between * shape.hidden_size * (self.norm_bytes + b)
         return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm
 
-    def _estimate_kept_on_device(self, num_tokens: int) -> dict[str, int]:
-        """Estimate the bytes that a pass with a gradient keeps from its forward to its backward, by kind."""
-        settings = self.settings
-        kept = 0 if settings.offloads_checkpoints else self.estimate_kept_activations(num_tokens)
-        name = "activation checkpoints" if settings.is_checkpointed else "activations"
-        return {"gathered parameters": self._estimate_gathered(), name: kept}
-
-    # ---- parts of a pass -------------------------------------------------------------------------------------------
-
-    def _count_local_tokens(self, num_tokens: int) -> int:
-        """Count the tokens whose hidden states a rank holds between layers: with tensor parallelism, its share."""
-        return -(-num_tokens // self.settings.tensor)
+    # Parts of a pass. With tensor parallelism a rank holds its share of the tokens' hidden states between layers.
 
     def _estimate_exchanged(self, num_tokens: int) -> int:
         """Estimate the bytes of the hidden states that a tensor-parallel group exchanges."""
@@ -277,50 +286,18 @@ class _Model:
         """Estimate the bytes of the tensors that autograd saves in a layer's forward."""
         shape, b = self.shape, self.b
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        hidden = self._count_local_tokens(num_tokens) * shape.hidden_size
+        hidden = _divide(num_tokens, self.settings.tensor) * shape.hidden_size
         # The input of a norm; that of a recomputed layer's first norm is the checkpoint.
         num_norms = 1 if self.settings.is_checkpointed and shape.has_llama_norms else 2
-        norms = (num_norms * hidden + shape.normalizes_heads * heads * num_tokens) * self._norm_bytes
+        norms = (num_norms * hidden + shape.normalizes_heads * heads * num_tokens) * self.norm_bytes
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
-        mlp = b * (3 * self._mlp_width - shape.has_llama_norms * self._formula_width)  # gate, its activation, up
+        mlp = b * (3 * self.mlp_width - shape.has_llama_norms * self.formula_width)  # gate, its activation, up
         # Outputs of the norms and of the gated activation: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep separate copies.
-        inputs = 0 if not self.is_full and b < _FP32 else b * (2 * hidden + num_tokens * self._mlp_width)
+        inputs = 0 if not self.is_full and b < _FP32 else b * (2 * hidden + num_tokens * self.mlp_width)
         kept = norms + num_tokens * (attention + mlp) + inputs + self._estimate_kept_by_adapters(num_tokens)
         return kept + self._estimate_kept_by_routing(num_tokens)
-
-    @property
-    def _norm_bytes(self) -> int:
-        """Bytes that a norm saves for each number: its input in its dtype, or in fp32 together with the factor of the
-        weight's gradient."""
-        if self.shape.has_llama_norms:
-            return self.b
-        return _FP32 + (self.b if self.is_full else 0)
-
-    @property
-    def _formula_width(self) -> int:
-        """Width of the MLP that recomputes its activated gate; experts save it."""
-        experts = self.shape.experts
-        return self.shape.intermediate_size if experts is None else experts.shared_width
-
-    @property
-    def _mlp_width(self) -> int:
-        """Width of the MLP that a token passes through; in an MoE model, of an MoE layer."""
-        experts = self.shape.experts
-        if experts is None:
-            return self.shape.intermediate_size
-        return math.ceil(self.settings.expert_load * experts.per_token * experts.width) + experts.shared_width
-
-    @property
-    def _copies(self) -> float:
-        """Copies of a token's hidden states in an MoE layer: one for each of its experts."""
-        return 0 if self.shape.experts is None else self.settings.expert_load * self.shape.experts.per_token
-
-    @property
-    def _copies_in_flight(self) -> float:
-        """Copies in flight to and from other ranks with expert parallelism."""
-        return 2 * self._copies if self.settings.expert > 1 else 0
 
     def _estimate_kept_by_routing(self, num_tokens: int) -> int:
         """Estimate the bytes that routing saves beyond the MLPs: the experts' inputs, if they are trained; their
@@ -328,35 +305,36 @@ class _Model:
         if self.shape.experts is None:
             return 0
         copies = (1 + self.is_full) * self.b * self.shape.hidden_size + 3 * _INT64
-        return num_tokens * (int(self._copies * copies) + _FP32 * self.shape.experts.num_experts)
+        return num_tokens * (int(self.copies * copies) + _FP32 * self.shape.experts.num_experts)
 
     def _estimate_kept_by_adapters(self, num_tokens: int) -> int:
         """Estimate the bytes that the adapters of a layer save: their inputs in fp32, with dropout masks; and the
         output of their first factor."""
-        adapters, shape = self.settings.adapters, self.shape
-        if adapters is None:
+        lora, shape = self.settings.lora, self.shape
+        if lora is None:
             return 0
         inputs = num_tokens * (5 * shape.hidden_size + shape.num_heads * shape.head_dim + shape.intermediate_size)
-        copies = _FP32 if adapters.has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
-        return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank * num_tokens
+        has_dropout = lora.dropout > 0
+        copies = _FP32 if has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
+        return (copies + has_dropout) * inputs + 7 * _FP32 * lora.rank * num_tokens
 
     def _estimate_layer_backward(self, num_tokens: int) -> int:
         """Estimate the bytes of the recomputed layer, with checkpoints, and of the gradients of its widest
         activations."""
         kept = self._estimate_layer_kept(num_tokens) if self.settings.is_checkpointed else 0
         shape, b = self.shape, self.b
-        widest = 2 * self._mlp_width + 2 * shape.hidden_size
-        copies = int(3 * self._copies + self._copies_in_flight)
+        widest = 2 * self.mlp_width + 2 * shape.hidden_size
+        copies = int(3 * self.copies + self.copies_in_flight)
         return kept + num_tokens * b * max(widest, copies * shape.hidden_size)
 
     def _estimate_layer_forward(self, num_tokens: int) -> int:
         shape, b = self.shape, self.b
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        adapter_bytes = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
+        adapter_bytes = 0 if self.is_full else _FP32 * self.mlp_width  # the output of one, in fp32
         widest = max(
-            4 * self._mlp_width, 2 * attention, int(3 * self._copies + self._copies_in_flight) * shape.hidden_size
+            4 * self.mlp_width, 2 * attention, int(3 * self.copies + self.copies_in_flight) * shape.hidden_size
         )
-        hidden = 4 * self._count_local_tokens(num_tokens) * shape.hidden_size
+        hidden = 4 * _divide(num_tokens, self.settings.tensor) * shape.hidden_size
         return b * hidden + self._estimate_exchanged(num_tokens) + num_tokens * (b * widest + adapter_bytes)
 
     def _estimate_layer_tangents(self, num_tokens: int) -> int:
@@ -367,11 +345,11 @@ class _Model:
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         adapter_bytes = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
-        mlp = num_tokens * (6 * b + adapter_bytes) * self._mlp_width + 3 * self._estimate_exchanged(num_tokens)
-        mlp += int(2 * self._copies + 2 * self._copies_in_flight) * b * num_tokens * shape.hidden_size
+        mlp = num_tokens * (6 * b + adapter_bytes) * self.mlp_width + 3 * self._estimate_exchanged(num_tokens)
+        mlp += int(2 * self.copies + 2 * self.copies_in_flight) * b * num_tokens * shape.hidden_size
         times = 9 if shape.has_llama_norms else 12
         attention = num_tokens * (times * b * (query_heads + 2 * kv_heads) + adapter_bytes * query_heads)
-        return 4 * b * self._count_local_tokens(num_tokens) * shape.hidden_size + max(mlp, attention)
+        return 4 * b * _divide(num_tokens, self.settings.tensor) * shape.hidden_size + max(mlp, attention)
 
     def _estimate_loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b

@@ -1,6 +1,5 @@
 """The few numbers of a model on which time and memory of a batch depend, from its config.json without transformers."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,29 +36,6 @@ class Experts:
     def idle_width(self) -> int:
         """Width of all experts of a layer that a token does not go through."""
         return (self.num_experts - self.per_token) * self.width
-
-
-SPREAD_OF_EXPERTS = 0.25
-"""Standard deviation of the tokens of a layer's experts, over their mean. Assumed: a run measures the load of the
-fullest expert (docs/reading-a-report.md)."""
-
-
-def estimate_fullest_load(num_experts: int, num_ranks: int) -> float:
-    """Estimate the tokens sent to the fullest of the ranks that shard a layer's experts, over their mean.
-
-    A rank has the sum of `num_experts / num_ranks` experts, whose loads are assumed independent, and the largest of
-    n normal numbers lies about `sqrt(2 ln n)` deviations above their mean.
-    """
-    return 1 + SPREAD_OF_EXPERTS * math.sqrt(2 * math.log(num_ranks) * num_ranks / num_experts)
-
-
-def explain_refused_differences(path: str) -> str:
-    """Explain why no finite difference is taken with an MoE model, for a recipe that asks for one."""
-    return (
-        f"utility.estimator: found finite_difference together with model.path {path}, an MoE model: the "
-        "perturbation sends tokens to other experts, and the jumps of their losses are taken for utility; expected jvp "
-        "(utility.estimator=jvp utility.epsilon=null), or a method without utilities (methods/sft.yaml)"
-    )
 
 
 def is_moe(config: Mapping[str, Any]) -> bool:
@@ -113,9 +89,6 @@ def _read_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | Non
             return value
     return None
 
-
-_TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
-"""Keys of config.json that may hold the language model, as in transformers' `get_text_config`."""
 
 SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -315,10 +288,10 @@ def _count_attention_parameters(hidden_size: int, num_heads: int, num_kv_heads: 
 def _read_latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int] | None:
     """Read the head dimension of queries and keys, and the parameters, of multi-head latent attention (DeepSeek-V2 and
     V3), which computes a key and a value for each query head from what all heads share; None for other attention."""
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    if any(type(config.get(name)) is not int for name in names):
+    sizes = [config.get(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    if any(type(size) is not int for size in sizes):
         return None
-    shared, nope, rope, value = (config[name] for name in names)
+    shared, nope, rope, value = sizes
     query_rank, head_dim = config.get("q_lora_rank"), nope + rope
     query = hidden * num_heads * head_dim
     if type(query_rank) is int:
@@ -414,25 +387,3 @@ def loss_block_multiple(hidden_size: int, *, on_gpu: bool) -> int:
     estimate. From a hidden size of 2,048 on, MoE models of 30B among them, memory is scarcer.
     """
     return 4 if on_gpu and hidden_size < 2048 else 1
-
-
-def parse_shape(raw: Mapping[str, Any]) -> ModelShape | None:
-    """Parse the values of a config.json; None where it lacks a size, or has one that cannot be meant."""
-    for section in _TEXT_SECTIONS:
-        if isinstance(raw.get(section), dict):
-            raw = raw[section]
-            break
-    sizes: dict[str, int | None] = {}
-    for size, names in SIZE_NAMES.items():
-        values = [raw[name] for name in names if raw.get(name) is not None]
-        if any(type(value) is not int or not 1 <= value < 2**31 for value in values):
-            return None
-        sizes[size] = values[0] if values else None
-    return make_shape(sizes, raw)
-
-
-QWEN3_32B = ModelShape(
-    64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600),
-    hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True, max_positions=40960,
-)  # fmt: skip
-"""The model that a plan assumes where it cannot see the real one."""

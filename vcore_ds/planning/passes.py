@@ -1,10 +1,20 @@
-"""Parameters of a model, and the passes of an optimizer step with their FLOP (docs/planning.md)."""
+"""Parameters of a model, the passes of an optimizer step with their FLOP, and seconds (docs/planning.md)."""
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
+from vcore_ds.config.sections import LoraConfig
+from vcore_ds.planning.hardware import (
+    EXCHANGES_OF_EXPERTS,
+    Machine,
+    Traffic,
+    count_exchanged_numbers,
+    estimate_exchange_traffic,
+    estimate_gather_traffic,
+)
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.settings import AdapterShape, MemorySettings, PlanSettings
+from vcore_ds.planning.settings import MemorySettings, PlanSettings
 
 # Parameters.
 
@@ -17,7 +27,7 @@ class ParameterCounts:
     trained: int
 
 
-def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
+def parameter_counts(shape: ModelShape, lora: LoraConfig | None = None) -> ParameterCounts:
     """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a tensor-parallel shard of one
     (`ModelShape.take_tensor_shard`), which has whole norms. Biases, and norms of other kinds of attention, are left
     out: at most 0.1% of the published MoE models."""
@@ -25,11 +35,11 @@ def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) ->
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
     base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
     base += shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
-    if adapters is None:
+    if lora is None:
         return ParameterCounts(base, base)
     # Inputs and outputs of query, key, value and output; of gate, up and down.
-    added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
-    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in list_unrouted_mlps(shape))
+    added = lora.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
+    added += lora.rank * sum(3 * n * (shape.hidden_size + width) for n, width in list_unrouted_mlps(shape))
     return ParameterCounts(base + added, added)
 
 
@@ -102,7 +112,7 @@ class PassWork:
     # Rank r of the direction's factors in the GEMMs `Q (B x)`, which replace those of the weights' tangents; 0 for
     # none
     low_rank: int = 0
-    reduces: bool = False  # whether the gradient is reduced
+    reduces: int = 0  # 1 where the gradient is reduced
     # GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU
     attention_again: float = 0.0
 
@@ -137,18 +147,7 @@ class PassWork:
         return self.linear_multiple(shape) - 0.5 * self.fp8 * in_fp8
 
     def __add__(self, other: "PassWork") -> "PassWork":
-        return PassWork(
-            self.linear + other.linear,
-            self.attention + other.attention,
-            self.gathers + other.gathers,
-            self.exchanges + other.exchanges,
-            self.runs + other.runs,
-            self.tangent_gathers + other.tangent_gathers,
-            self.fp8 + other.fp8,
-            max(self.low_rank, other.low_rank),
-            self.reduces or other.reduces,
-            self.attention_again + other.attention_again,
-        )
+        return PassWork(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 FORWARD = PassWork(1, 1, 1, 1, 1)
@@ -163,21 +162,8 @@ def derive_tangent_work(settings: MemorySettings, *, is_fused: bool) -> PassWork
     fp8, rank, again = int(settings.fp8_tangents), settings.probe_rank, 0.5 if is_fused else 0.0
     if rank is not None:
         return PassWork(1, 2, gathers=0, exchanges=1, runs=1, fp8=fp8, low_rank=rank, attention_again=again)
-    linear = 2 if settings.adapters is None else 1
+    linear = 2 if settings.lora is None else 1
     return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, fp8=fp8, attention_again=again)
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """FLOP of an optimizer step, over all ranks."""
-
-    training: float  # forward and backward of the main batch, as in plain fine-tuning
-    extra: float  # all others: probe, tangents, forwards for utilities or of a reference
-
-    @property
-    def total(self) -> float:
-        """Training and extra FLOP."""
-        return self.training + self.extra
 
 
 @dataclass(frozen=True)
@@ -194,10 +180,10 @@ class StepPasses:
     def derive(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
         """Derive the passes of a step with `reference_forwards` over the main batch that serve no utilities."""
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
-        is_full, again = settings.adapters is None, int(settings.is_checkpointed)
+        is_full, again = settings.lora is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again
         # The backward of FlashAttention computes the scores again, half a forward.
-        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True, attention_again=0.5)
+        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=1, attention_again=0.5)
         tangents = derive_tangent_work(settings, is_fused=settings.is_fused)
         forwards = reference_forwards
         utility: PassWork | None = None
@@ -205,15 +191,16 @@ class StepPasses:
             utility = FORWARD + tangents
         elif settings.estimator == "finite_difference":
             # With dropout the main forward has a mask, and cannot serve as the loss before the perturbation.
-            forwards += 2 if settings.adapters is not None and settings.adapters.has_dropout else 1
+            forwards += 2 if settings.lora is not None and settings.lora.dropout > 0 else 1
         for _ in range(forwards):
             utility = FORWARD if utility is None else utility + FORWARD
         has_probe = settings.estimator is not None and settings.probe_tokens > 0
         main = train + tangents if settings.is_fused else train
         return cls(train, main, train if has_probe else None, utility, steps_per_probe)
 
-    def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> StepFlops:
-        """Count the FLOP of a step with batches of sequences of these lengths; an empty probe batch adds none."""
+    def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> tuple[float, float]:
+        """Count the FLOP of a step over all ranks, with batches of sequences of these lengths; an empty probe batch has
+        none. Returns those of plain fine-tuning, and all others: probe, tangents, forwards without a gradient."""
 
         def count_flops(work: PassWork | None, lengths: Sequence[int]) -> float:
             if work is None:
@@ -221,10 +208,8 @@ class StepPasses:
             return forward_flops(shape, lengths, linear=work.linear_multiple(shape), attention=work.attention)
 
         training = count_flops(self.training, main)
-        return StepFlops(
-            training,
-            count_flops(self.main, main) - training + count_flops(self.utility, main) + count_flops(self.probe, probe),
-        )
+        extra = count_flops(self.main, main) - training
+        return training, extra + count_flops(self.utility, main) + count_flops(self.probe, probe)
 
 
 def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
@@ -236,3 +221,126 @@ def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
 def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
     """Derive the passes without activation checkpoints: recomputation does not count."""
     return derive_passes(settings, replace(memory, is_checkpointed=False))
+
+
+# Seconds of a pass over a model's layers: the formula by which batches are laid out and `vcore-ds plan` predicts.
+#
+# A run lays its batches out with the speeds of a fixed card, so that they do not depend on those given to `plan`.
+
+H100 = Machine(400e12, 360e9, 42e9, 40e-6, 300.0)
+"""An HGX node: 40% of 989 TFLOP/s in bf16, 0.8 of NVLink's 450 GB/s in one direction, 0.85 of one 400 Gb/s adapter a
+GPU. Data sheets and usual shares, not measured here. On a B200 arithmetic and NVLink are both twice as fast."""
+
+CPU = Machine(65e9, 1e9, 1e9, 4e-4, 16.0)
+"""A core of a server and gloo over the loopback device, measured on four cores: for runs and tests without GPUs."""
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Times of a model's micro-steps on the ranks of a job, in units of one token's linear layers
+    (`seconds_per_token`)."""
+
+    shape: ModelShape
+    num_ranks: int
+    ranks_per_node: int
+    machine: Machine = H100
+    expert: int = 1  # ranks of an expert-parallel group
+    number_bytes: int = 2
+
+    def work(self, num_tokens: int) -> float:
+        """Linear layers and attention of one sequence on one rank."""
+        return num_tokens * (1.0 + num_tokens / self.shape.attention_length)
+
+    @property
+    def micro_step(self) -> float:
+        """Fixed cost of a micro-step: it all-gathers the weights of every layer once, and its kernels start.
+
+        A parameter takes `number_bytes` in an all-gather, and 2 FLOP for each token; so the all-gather costs as much as
+        `flops * number_bytes / (2 * bandwidth)` tokens for any model: about 1,000 on H100s, both within a node
+        (everything but the rank's shard comes over its link) and between nodes (the node's adapters together bring in
+        one copy). It is added to the work although it partly overlaps with it: little work cannot hide it, and beside
+        much work it is small. An MoE model all-gathers and reads all weights, while a token takes the FLOP of a few
+        experts, which multiplies these tokens. Expert parallelism all-gathers and reads a part of the experts, and adds
+        the latency of a layer's exchanges.
+        """
+        shape, machine = self.shape, self.machine
+        moved = self.estimate_gather(self._gathered_others, shape.expert_parameters)
+        tokens = machine.flops * self.number_bytes / 2 * moved.seconds(machine) / self._active
+        tokens += self.read
+        if self.expert > 1:
+            tokens += EXCHANGES_OF_EXPERTS * machine.exchange_latency / self._seconds_per_token_and_layer
+        return tokens
+
+    @property
+    def read(self) -> float:
+        """Time of a pass of no tokens, which reads all weights of the layers."""
+        read = self._gathered_others + self.shape.expert_parameters / self.expert
+        return self.machine.half_speed_tokens * read / self._active
+
+    def estimate_gather(self, others: float, experts: float) -> Traffic:
+        """Estimate a rank's traffic in an all-gather or reduce-scatter of `experts` numbers or bytes of all routed
+        experts, and `others`.
+
+        Neighbouring ranks of an expert-parallel group shard the experts: a rank all-gathers its experts from the ranks
+        with the same place in the other groups; with one group it already holds them.
+        """
+        num_groups, in_node = self.num_ranks // self.expert, max(1, self.ranks_per_node // self.expert)
+        return estimate_gather_traffic(others, self.num_ranks, self.ranks_per_node) + estimate_gather_traffic(
+            experts / self.expert, num_groups, in_node
+        )
+
+    def estimate_exchange_traffic(self, sequence_parallel: int) -> Traffic:
+        """Estimate the bytes of query, key, value and output of a token in a layer, sent to the sequence-parallel
+        group."""
+        handed_over = self.number_bytes * count_exchanged_numbers(self.shape, sequence_parallel)
+        return estimate_exchange_traffic(handed_over, sequence_parallel, self.ranks_per_node)
+
+    def estimate_exchange(self, sequence_parallel: int) -> float:
+        """Estimate the time to send query, key, value and output of a token to the rank's sequence-parallel group.
+
+        Transfers within the node and to other nodes overlap. The slowest rank counts.
+        """
+        traffic = self.estimate_exchange_traffic(sequence_parallel)
+        return traffic.seconds(self.machine) / self._seconds_per_token_and_layer
+
+    def estimate_exchange_latency(self, sequence_parallel: int) -> float:
+        """Estimate the latency of a layer's two exchanges, in every micro-step."""
+        if sequence_parallel == 1:
+            return 0.0
+        return 2 * self.machine.exchange_latency / self._seconds_per_token_and_layer
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds of a token in the linear layers of all decoder layers."""
+        return self.shape.num_layers * self._seconds_per_token_and_layer
+
+    @property
+    def _seconds_per_token_and_layer(self) -> float:
+        return 2 * self.shape.layer_parameters / self.machine.flops
+
+    @property
+    def _active(self) -> int:
+        """Parameters of all layers that a token passes through."""
+        return self.shape.num_layers * self.shape.layer_parameters
+
+    @property
+    def _gathered_others(self) -> int:
+        """Parameters of all layers but the routed experts."""
+        return self._active + self.shape.idle_parameters - self.shape.expert_parameters
+
+
+SPREAD_OF_EXPERTS = 0.25
+"""Standard deviation of the tokens of a layer's experts, over their mean. Assumed: a run measures the load of the
+fullest expert (docs/reading-a-report.md)."""
+
+
+def estimate_fullest_load(shape: ModelShape, num_ranks: int) -> float:
+    """Estimate the tokens sent to the fullest of the ranks that shard each layer's experts, over their mean; 1 without
+    experts.
+
+    A rank has the sum of `num_experts / num_ranks` experts, whose loads are assumed independent, and the largest of
+    n normal numbers lies about `sqrt(2 ln n)` deviations above their mean.
+    """
+    if shape.experts is None:
+        return 1.0
+    return 1 + SPREAD_OF_EXPERTS * math.sqrt(2 * math.log(num_ranks) * num_ranks / shape.experts.num_experts)

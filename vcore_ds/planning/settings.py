@@ -79,14 +79,6 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
 
 
 @dataclass(frozen=True)
-class AdapterShape:
-    """Low-rank adapters on all linear layers of the decoder; routers and experts have none."""
-
-    rank: int
-    has_dropout: bool = False
-
-
-@dataclass(frozen=True)
 class MemorySettings:
     """Settings of a run that determine a rank's memory."""
 
@@ -105,7 +97,8 @@ class MemorySettings:
     fp8_tangents: bool = False  # whether tangents of activations and weights are multiplied in FP8
     is_fused: bool = False  # whether the main forward gives the utilities
     number_bytes: int = 2  # bytes of a number: 2 in bf16, 4 in fp32. Adapters are always in fp32.
-    adapters: AdapterShape | None = None  # None to train all parameters
+    # Adapters on all linear layers of the decoder, but not on routers and experts; None to train all parameters
+    lora: LoraConfig | None = None
     is_anchored: bool = False  # whether the loss includes the KL divergence from the base model
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     has_muon_direction: bool = False  # whether the direction is Muon's update

@@ -62,11 +62,11 @@ class Throughput:
         values: dict[str, float | int | None] = {"tokens": num_tokens, "tokens_per_second": num_tokens / seconds}
         values |= dict.fromkeys(("flops_training", "flops_extra", "utilization", "utilization_training"))
         if self.passes is not None:
-            flops = self.passes.flops(self.shape, main_lengths, probe_lengths)
-            values |= {"flops_training": flops.training, "flops_extra": flops.extra}
+            training, extra = self.passes.flops(self.shape, main_lengths, probe_lengths)
+            values |= {"flops_training": training, "flops_extra": extra}
             if self.peak_flops is not None:
                 peak = self.peak_flops * seconds
-                values |= {"utilization": flops.total / peak, "utilization_training": flops.training / peak}
+                values |= {"utilization": (training + extra) / peak, "utilization_training": training / peak}
         return values
 
 

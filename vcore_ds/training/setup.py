@@ -20,8 +20,8 @@ from vcore_ds.models.lora import add_lora
 from vcore_ds.models.lora_linear import has_fp8_units
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
+from vcore_ds.planning.passes import CPU, H100
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.time_model import CPU, H100
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
 

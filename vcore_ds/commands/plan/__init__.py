@@ -2,13 +2,18 @@
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
-from vcore_ds.commands.plan.lengths import SIMULATED_MEAN
+from vcore_ds.commands.plan.columns import GPU_OPTIONS, Column, PlanTable, build_table
+from vcore_ds.commands.plan.prediction import SIMULATED_MEAN, warn_of_positions
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import GIB, gib
-from vcore_ds.planning.fit import find_shortage
-from vcore_ds.planning.hardware import GPUS
+from vcore_ds.common.text import align_columns, count, gib
+from vcore_ds.planning.fit import find_shortage, format_memory_changes
+from vcore_ds.planning.hardware import FAST, GPUS, SLOW
+from vcore_ds.planning.passes import active_parameters
 
 HELP = "estimate memory, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (
@@ -20,16 +25,6 @@ DESCRIPTION = (
 )
 
 
-GPU_OPTIONS = {
-    "gpu_memory": ("memory_bytes", GIB, "GIB", "usable memory of a GPU, GiB"),
-    "tflops": ("flops", 1e12, "N", "dense bf16 TFLOP/s of the data sheet"),
-    "bandwidth": ("memory_bandwidth", 1e12, "TB/S", "memory bandwidth, TB/s"),
-    "nvlink": ("node_bandwidth", 1e9, "GB/S", "bandwidth between GPUs of a node, GB/s per direction"),
-    "nic": ("network_bandwidth", 1e9 / 8, "GBIT/S", "network bandwidth per GPU, Gbit/s"),
-}
-"""Option -> field of `Gpu` and its unit, metavar, help."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser)
@@ -39,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     changed = parser.add_argument_group("other GPUs", "each option replaces a value of --gpu")
     for option, (_, _, metavar, meaning) in GPU_OPTIONS.items():
         changed.add_argument(f"--{option.replace('_', '-')}", type=positive_number, metavar=metavar, help=meaning)
-    host = "memory of a node, GiB (default 2048)"
-    add("--host-memory", type=positive_number, default=2048.0, metavar="GIB", help=host)
     mean = f"mean tokens of sequences before truncation (default: those of local data, else {SIMULATED_MEAN:,})"
     add("--mean-tokens", type=positive_number, metavar="N", help=mean)
     compare = "instead, a column per setting: overrides or fragments, several in quotes ('lora.rank=64 lora.alpha=128')"
@@ -52,15 +45,109 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for a recipe, GPU, model or run that cannot be used; and, after printing the plan, if
     the recipe does not fit, not with `engine.memory_check: false`."""
-    from vcore_ds.commands.plan.columns import build_table
-    from vcore_ds.commands.plan.table import as_dict, describe
-
     table = build_table(arguments)
-    print(json.dumps(as_dict(table), indent=2) if arguments.json else describe(table))
-    plan = table.recipe_column.plan
+    print(
+        json.dumps([dump_column(column) for column in table.columns], indent=2) if arguments.json else describe(table)
+    )
+    plan = table.recipe_plan
     if table.must_fit and not plan.fits:
         where, room, needed = find_shortage(plan.memory.estimate, plan.available)
         raise UserError(
-            f"memory: {table.recipe_name} does not fit on {table.cluster.describe()}: found {gib(room)} GiB of "
+            f"memory: {table.recipe_name} does not fit on {plan.cluster.describe()}: found {gib(room)} GiB of "
             f"{where} for each rank, expected {gib(needed)}"
         )
+
+
+def describe(table: PlanTable) -> str:
+    first = table.columns[0].plan
+    warning = warn_of_positions(table.recipe_plan.settings, first.shape)
+    routed = f" ({active_parameters(first.shape):,} active for each token)" if first.shape.experts is not None else ""
+    lines = [
+        f"Plan: {table.recipe_name} on {first.cluster.describe()}",
+        *(f"  {line}" for line in align_columns(list(_list_rows(table.columns)), left=("verdict",))),
+        *(line for column in table.columns for line in _list_remedies(column)),
+        "",
+        f"Model: {table.model}: {first.counts.all:,} parameters{routed}, {first.counts.trained:,} trained",
+        f"Batch: {table.columns[-1].plan.batch.describe()}",
+        *([] if warning is None else [warning]),
+        "",
+        *_list_assumptions(table),
+    ]
+    return "\n".join(lines)
+
+
+def _list_rows(columns: list[Column]) -> Iterator[list[str]]:
+    """A heading, and a row for each column: whether it fits, time and cost."""
+    steps = {column.plan.costed_steps for column in columns}
+    hours = "GPU hours of the run"
+    if any(column.plan.settings.num_steps is None for column in columns):
+        hours = "GPU hours of 100 steps"
+    elif len(steps) == 1:
+        hours += f" ({count(min(steps), 'step')})"
+    yield ["", "verdict", "GiB of a GPU", "seconds of a step", hours, "fewest GPUs"]
+    for column in columns:
+        plan = column.plan
+        seconds = plan.cost.seconds_step
+        yield [
+            column.title,
+            plan.verdict,
+            f"{gib(plan.memory.estimate.peak_bytes, 1)} of {gib(plan.available.device, 0)}",
+            f"{seconds:,.{2 if seconds >= 0.1 else 3}f}{plan.describe_range()}",
+            f"{plan.gpu_hours(plan.costed_steps):,.1f}",
+            "none" if column.smallest is None else f"{column.smallest.cluster.num_gpus:,}",
+        ]
+
+
+def _list_remedies(column: Column) -> Iterator[str]:
+    if not column.plan.fits:
+        yield from ("", f"{column.title} does not fit. These need less memory:")
+        yield from format_memory_changes(column.plan.memory, column.plan.available)
+
+
+def _list_assumptions(table: PlanTable) -> Iterator[str]:
+    plans = [column.plan for column in table.columns]
+    first, cluster = plans[0], plans[0].cluster
+    gpu, achieved = cluster.gpu, cluster.achieved
+    yield f"{first.lengths.describe(first.settings.cutoff_length)}; {first.tokens_per_step:,.0f} tokens per step"
+    yield (
+        f"Assumed: matrix multiplications reach {achieved.compute:.0%} of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s "
+        f"({SLOW.compute:.0%} to {FAST.compute:.0%} in the range), fused attention "
+        f"{cluster.attention_flops / 1e12:,.0f} TFLOP/s, memory and links what docs/planning.md says"
+    )
+    yield table.speeds
+    targets = {plan.settings.lora.target_modules for plan in plans if plan.settings.lora is not None}
+    if targets - {"all-linear"}:
+        yield "Assumed: adapters on all linear layers but no experts, although lora.target_modules lists some"
+    loads = sorted({plan.memory.settings.expert_load for plan in plans} - {1.0})
+    if loads:
+        busiest = " or ".join(f"{load:.2f}" for load in loads)
+        yield (
+            f"Assumed: the busiest GPU of an expert-parallel group is sent {busiest} times the mean GPU's tokens, and "
+            "the others wait for it; a run measures that (docs/parallelism.md)"
+        )
+
+
+def dump_column(column: Column) -> dict[str, Any]:
+    """The numbers of a column, in bytes and seconds."""
+    plan, estimate = column.plan, column.plan.memory.estimate
+    changes = {} if plan.fits else plan.memory.find_memory_changes(plan.available)
+    return {
+        "title": column.title,
+        "gpu": asdict(plan.cluster.gpu),
+        "mean_tokens": plan.lengths.mean,
+        "parameters": plan.counts.all,
+        "trained_parameters": plan.counts.trained,
+        "verdict": plan.verdict,
+        "memory_bytes": asdict(estimate) | {"peak": estimate.peak_bytes, "available": plan.available.device},
+        "received_bytes": {kind: asdict(traffic) for kind, traffic in plan.cost.traffic.items()},
+        "seconds": plan.cost.seconds,
+        "seconds_step": plan.cost.seconds_step,
+        "seconds_step_range": plan.seconds_range,
+        "gpu_hours_per_100_steps": plan.gpu_hours(100),
+        "num_steps": plan.settings.num_steps,
+        "fewest_gpus": None if column.smallest is None else column.smallest.cluster.num_gpus,
+        "memory_changes": {
+            words: {"peak": changed.peak_bytes, "fits": plan.available.holds(changed)}
+            for words, changed in changes.items()
+        },
+    }

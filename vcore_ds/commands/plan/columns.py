@@ -5,20 +5,28 @@ import argparse
 import shlex
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vcore_ds.commands.plan import GPU_OPTIONS, prediction
-from vcore_ds.commands.plan.lengths import LengthModel
+from vcore_ds.commands.plan.prediction import (
+    LengthModel,
+    RunPlan,
+    find_model,
+    find_smallest_cluster,
+    plan_run,
+    require_gpu,
+)
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import GIB
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.hardware import Achieved, Cluster, Gpu, find_gpu
-from vcore_ds.planning.known_models import find_shape, is_on_disk
-from vcore_ds.planning.memory import Phase
+from vcore_ds.planning.known_models import find_folder, find_shape, is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 from vcore_ds.training.schedule import derive_schedule
@@ -26,69 +34,50 @@ from vcore_ds.training.schedule import derive_schedule
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
+GPU_OPTIONS = {
+    "gpu_memory": ("memory_bytes", GIB, "GIB", "usable memory of a GPU, GiB"),
+    "tflops": ("flops", 1e12, "N", "dense bf16 TFLOP/s of the data sheet"),
+    "bandwidth": ("memory_bandwidth", 1e12, "TB/S", "memory bandwidth, TB/s"),
+    "nvlink": ("node_bandwidth", 1e9, "GB/S", "bandwidth between GPUs of a node, GB/s per direction"),
+    "nic": ("network_bandwidth", 1e9 / 8, "GBIT/S", "network bandwidth per GPU, Gbit/s"),
+}
+"""Option -> field of `Gpu` and its unit, metavar, help."""
 
-_PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
+NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
 
 _SMALLEST_SHARE, _LARGEST_SHARE = 1e-4, 1.0
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The speed that a run achieved on its GPUs."""
-
-    run: str
-    device: str
-    num_steps: int
-    seconds_step: float
-    achieved: Achieved
-
-    def describe(self) -> str:
-        return (
-            f"Calibrated on {self.run}: {self.num_steps} steps on {self.device}, median {self.seconds_step:.3g} s; "
-            f"matrix multiplications reach {self.achieved.compute:.0%} of the peak, the update "
-            f"{self.achieved.memory:.0%} of the memory bandwidth; everything else as assumed"
-        )
-
-
-def calibrate(run: str) -> Calibration:
+def calibrate(run: str) -> tuple[Achieved, str]:
     """The shares of a GPU's peak with which the plan of a run's recipe and cluster reproduces its metrics: the phases
-    with matrix multiplications give that of compute, the update that of memory. Raises UserError for a folder without a
-    run, a run that is too short, or a device of unknown peak."""
+    with matrix multiplications give that of compute, the update that of memory; and a line on them. Raises UserError
+    for a folder without a run, a run that is too short, or a device of unknown peak."""
     folder = Path(run)
     try:
         recipe, environment, steps = read_run_recipe(folder), read_environment(folder), read_run_metrics(folder)
     except UserError as error:
         raise UserError(f"--calibrate: {str(error).removeprefix('RUN: ')}") from None
-    if len(steps) <= NUM_WARM_UP:
-        raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
-    needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}
-    lines = [
-        {key: value for key, value in step.items() if key in needed and value is not None}
-        for step in steps[NUM_WARM_UP:]
-    ]
-    if any(line.keys() != needed for line in lines):
-        raise UserError(f"--calibrate: {folder / METRICS}: expected {', '.join(sorted(needed))} in every line")
-    devices = environment.get("devices")
-    if not isinstance(devices, list) or not devices or not isinstance(environment.get("world_size"), int):
-        raise UserError(f"--calibrate: {folder / ENVIRONMENT}: expected devices and world_size, as a run writes them")
-    device = str(devices[0])
-    gpu = find_gpu(device)
-    if gpu is None:
+    lines: list[dict[str, Any]] = steps[NUM_WARM_UP:]
+    try:
+        device, num_gpus = str(environment["devices"][0]), int(environment["world_size"])
+        mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
+        update = statistics.median(line["seconds_step"] for line in lines)
+        measured = statistics.median(
+            sum(line[f"seconds_{phase}"] for phase in ("probe", "utility", "main")) for line in lines
+        )
+    except (LookupError, TypeError, ValueError):  # without steps too
+        raise UserError(
+            f"--calibrate: {folder}: found an incomplete run; expected devices and world_size in {ENVIRONMENT}, and "
+            f"more than {NUM_WARM_UP} steps with tokens and seconds in {METRICS}"
+        ) from None
+    if (gpu := find_gpu(device)) is None:
         raise UserError(
             f"--calibrate: {folder / ENVIRONMENT}: found devices {device}; expected GPUs whose peak is known, because "
             "the shares of other devices say nothing about a GPU"
         )
-    shape, _ = prediction.find_model(recipe.model.path)
-    cluster = Cluster(gpu, environment["world_size"], len(devices))
-    mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
-
-    plan = prediction.plan_run(derive_plan_settings(recipe), cluster, shape, lengths=LengthModel(mean_tokens))
-
-    def median(*phases: Phase) -> float:
-        return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
-
-    measured, update = median("probe", "utility", "main"), median("step")
+    shape, _ = find_model(recipe.model.path)
+    cluster = Cluster(gpu, num_gpus, len(environment["devices"]))
+    plan = plan_run(derive_plan_settings(recipe), cluster, shape, lengths=LengthModel(mean_tokens))
     achieved = Achieved()
     if update > 0:
         share = achieved.memory * plan.cost.seconds["step"] / update
@@ -99,7 +88,12 @@ def calibrate(run: str) -> Calibration:
         middle = (low * high) ** 0.5
         cost = plan.estimate_cost(with_share(achieved, middle))
         low, high = (middle, high) if cost.seconds_step - cost.seconds["step"] > measured else (low, middle)
-    return Calibration(run, device, len(lines), measured + update, with_share(achieved, high))
+    achieved = with_share(achieved, high)
+    return achieved, (
+        f"Calibrated on {run}: {len(lines)} steps on {device}, median {measured + update:.3g} s; matrix "
+        f"multiplications reach {achieved.compute:.0%} of the peak, the update {achieved.memory:.0%} of the memory "
+        "bandwidth; everything else as assumed"
+    )
 
 
 def with_share(achieved: Achieved, share: float) -> Achieved:
@@ -107,16 +101,85 @@ def with_share(achieved: Achieved, share: float) -> Achieved:
     return replace(achieved, compute=share, attention=share / Achieved().compute)
 
 
-def find_lengths(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None" = None) -> LengthModel:
-    """The lengths of a recipe's data, as far as they are on this machine, else those of typical reasoning traces.
-    `tokenizer`: the model's, where it is loaded already."""
-    if not all(is_readable(file.path) for file in recipe.data.train_files()):
-        return LengthModel()
-    from vcore_ds.commands.plan.local_lengths import (
-        sample_lengths,  # imports numpy, and transformers to tokenize: seconds
-    )
+_MAX_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
 
-    return sample_lengths(recipe.data, recipe.model.path, tokenizer) or LengthModel()
+_MAX_LENGTHS = 4096  # lengths of a token store that are kept
+
+
+def find_lengths(data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase | None" = None) -> LengthModel:
+    """Sample the lengths of data.train_path and data.probe_path; those of typical reasoning traces if the training data
+    are not on this machine, have no sequence within data.cutoff_length, or are raw data and the model's tokenizer is
+    not here. `tokenizer`: the model's, if it is loaded. Raises UserError for a damaged token store or an unreadable
+    file."""
+    files = data.train_files()
+    if not all(is_readable(file.path) for file in files):
+        return LengthModel()
+    tokenizer = find_tokenizer(model_path, tokenizer)
+    samples, totals = zip(*(_read(file.path, data, tokenizer) for file in files), strict=True)
+    if not all(samples):
+        return LengthModel()
+    num_read, sum_weights = sum(map(len, samples)), sum(file.weight for file in files)
+    lengths: list[int] = []
+    for sample, file in zip(samples, files, strict=True):
+        number = max(1, round(min(num_read, _MAX_LENGTHS) * file.weight / sum_weights))
+        # Evenly spaced; some several times if there are fewer.
+        lengths += [sample[i * len(sample) // number] for i in range(number)]
+    num_sequences = None if None in totals else sum(total or 0 for total in totals)
+    probe: list[int] = []
+    if data.probe_path is not None and is_readable(data.probe_path):
+        probe, _ = _read(data.probe_path, data, tokenizer)
+    which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {num_read:,}"
+    mean = sum(lengths) / len(lengths)
+    source = f"{which} sequences of {data.train_name()}, mean {mean:,.0f} tokens, longest {max(lengths):,}"
+    return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source)
+
+
+def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[list[int], int | None]:
+    """Read lengths, none of raw data without a tokenizer, and the total number of sequences; None if not all were
+    read: of raw data the first rows of each file are."""
+    # Import numpy and transformers: seconds.
+    from vcore_ds.data.conversations import Conversation, render_conversation
+    from vcore_ds.data.prepare.rows import read_chat_rows
+    from vcore_ds.data.prepare.sources import find_files
+    from vcore_ds.data.store import MANIFEST, TokenStore
+    from vcore_ds.data.tokenization import tokenize_rendered
+
+    if (Path(path) / MANIFEST).is_file():
+        lengths = TokenStore(path).lengths.tolist()
+        return lengths, len(lengths)
+    if tokenizer is None:
+        return [], None
+    files, rendered = find_files([path], "train"), []
+    max_rows, is_all = max(1, _MAX_ROWS // len(files)), len(files) <= _MAX_ROWS
+    for file in files[:_MAX_ROWS]:
+        rows = list(islice(read_chat_rows(file, data.columns), max_rows + 1))
+        is_all = is_all and len(rows) <= max_rows
+        for number, chat in enumerate(rows[:max_rows], start=1):
+            with suppress(UserError):  # refused by the template; the run reports it
+                rendered.append(render_conversation(Conversation(number, chat.messages, **chat.options), tokenizer))
+    lengths = [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []
+    if data.overlong == "drop":
+        lengths = [n for n in lengths if n <= data.cutoff_length]
+    return [min(n, data.cutoff_length) for n in lengths], len(lengths) if is_all else None
+
+
+def find_tokenizer(
+    model_path: str, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a model on this machine, unless it is given; None if there is none that renders
+    conversations, which a run reports."""
+    folder = find_folder(model_path)
+    if tokenizer is None and folder is None:
+        return None
+    from vcore_ds.data.conversations import check_tokenizer  # imports transformers: seconds
+    from vcore_ds.data.tokenization import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(str(folder)) if tokenizer is None else tokenizer
+        check_tokenizer(tokenizer)
+    except UserError:
+        return None
+    return tokenizer
 
 
 def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
@@ -145,8 +208,8 @@ class Column:
     """The plan of one setting, and the fewest GPUs for it."""
 
     title: str
-    plan: prediction.RunPlan
-    smallest: prediction.RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
+    plan: RunPlan
+    smallest: RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
 
 
 @dataclass(frozen=True)
@@ -156,17 +219,9 @@ class PlanTable:
     recipe_name: str
     model: str
     columns: list[Column]
-    calibration: Calibration | None
-    recipe_title: str
+    speeds: str  # where the speeds are from
+    recipe_plan: RunPlan
     must_fit: bool  # `engine.memory_check`: whether a run that does not fit is refused
-
-    @property
-    def recipe_column(self) -> Column:
-        return next(column for column in self.columns if column.title == self.recipe_title)
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.columns[0].plan.cluster
 
 
 def build_table(arguments: argparse.Namespace) -> PlanTable:
@@ -181,17 +236,21 @@ def build_table(arguments: argparse.Namespace) -> PlanTable:
 
         check_configuration(derive_plan_settings(recipe))
     gpu = choose_gpu(arguments)
-    shape, model = prediction.find_model(recipe.model.path)
-    calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
-    achieved = Achieved() if calibration is None else calibration.achieved
-    host_bytes = int(arguments.host_memory * GIB)
-    cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node, achieved, host_bytes)
+    shape, model = find_model(recipe.model.path)
+    achieved, speeds = Achieved(), "No speed was measured: --calibrate RUN takes a run's"
+    if arguments.calibrate is not None:
+        achieved, speeds = calibrate(arguments.calibrate)
+    cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node, achieved)
 
     def plan_column(title: str, recipe: Recipe) -> Column:
         column_shape, _ = find_shape(recipe.model.path) or (shape, model)
-        lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
-        plan = prediction.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
-        return Column(title, plan, prediction.find_smallest_cluster(plan))
+        lengths = (
+            find_lengths(recipe.data, recipe.model.path)
+            if arguments.mean_tokens is None
+            else LengthModel(arguments.mean_tokens)
+        )
+        plan = plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
+        return Column(title, plan, find_smallest_cluster(plan))
 
     if arguments.compare:
         recipe_title = "recipe"
@@ -201,8 +260,9 @@ def build_table(arguments: argparse.Namespace) -> PlanTable:
         recipes = {name: change_method(recipe, name) for name in ("sft", recipe_title, "vcore")}
         if recipe.probe.every == 1:
             recipes[f"vcore {RARER_PROBE}"] = change_method(reload([RARER_PROBE]), "vcore")
-    columns = [plan_column(title, changed) for title, changed in recipes.items()]
-    return PlanTable(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
+    columns = {title: plan_column(title, changed) for title, changed in recipes.items()}
+    plan = columns[recipe_title].plan
+    return PlanTable(arguments.recipe, model, [*columns.values()], speeds, plan, recipe.engine.memory_check)
 
 
 def change_method(recipe: Recipe, name: str) -> Recipe:
@@ -223,13 +283,11 @@ def split_setting(setting: str) -> list[str]:
 
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     """The GPU of `--gpu`, with the values of the options that replace some. Raises UserError for an unknown name."""
-    gpu = prediction.require_gpu(arguments.gpu)
+    gpu = require_gpu(arguments.gpu)
     given = {option: value for option in GPU_OPTIONS if (value := getattr(arguments, option)) is not None}
     if not given:
         return gpu
     changed = {GPU_OPTIONS[option][0]: value * GPU_OPTIONS[option][1] for option, value in given.items()}
     if "flops" in changed:
         changed["attention_flops"] = gpu.attention_flops * changed["flops"] / gpu.flops
-    if "memory_bytes" in changed:
-        changed["memory_bytes"] = int(changed["memory_bytes"])
     return replace(gpu, name=f"{gpu.name} (changed)", **changed)

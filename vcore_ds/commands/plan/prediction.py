@@ -1,15 +1,16 @@
 """Cost of a recipe on a cluster: memory, seconds, GPU hours, and the fewest GPUs."""
 
 import difflib
+import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_batches
-from vcore_ds.commands.plan.step_cost import StepCost, StepModel
+from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepCost, StepModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count, gib, shorten
 from vcore_ds.config.problems import RecipeError, did_you_mean
-from vcore_ds.planning.batch_layout import Utilization
+from vcore_ds.planning.batch_layout import Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
@@ -22,6 +23,66 @@ from vcore_ds.planning.settings import PlanSettings
 
 MOST_GPUS = 4096  # largest cluster that is searched
 
+SIMULATED_MEAN = 2970  # tokens of the mean simulated sequence: reasoning traces as those of the paper
+
+_SIMULATED_SIGMA = 0.85  # spread of the logarithms of simulated lengths
+
+_SIMULATED_SEQUENCES = 4096  # sequences in all simulated batches together, which bounds the time that they take
+
+_SIMULATED_BATCHES = 40
+
+
+@dataclass(frozen=True)
+class LengthModel:
+    """Lengths of the sequences in simulated batches: those of sampled sequences or, without any, of typical reasoning
+    traces."""
+
+    mean: float = SIMULATED_MEAN  # tokens of the mean sequence; of simulated ones before long ones are cut
+    sampled: tuple[int, ...] = ()  # tokens of sampled training sequences
+    # The same of data.probe_path; empty where the probe is drawn from the training data, or it was not sampled
+    sampled_probe: tuple[int, ...] = ()
+    num_sequences: int | None = None  # training sequences in all; None where that is not known
+    source: str = ""  # the sample, in words
+
+    def draw_batches(self, part: BatchKind, batch_size: int, longest: int) -> list[list[int]]:
+        """Draw the lengths in tokens of simulated batches, cut at `longest`: fewer batches if they are large; none if
+        one alone would take long, or has no sequences."""
+        generator = random.Random(0)
+        sampled = (part == "probe" and self.sampled_probe) or self.sampled
+        mu = math.log(self.mean) - _SIMULATED_SIGMA**2 / 2
+
+        def draw_length() -> int:
+            tokens = generator.choice(sampled) if sampled else int(generator.lognormvariate(mu, _SIMULATED_SIGMA))
+            return max(2, min(longest, tokens))
+
+        num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
+        return [[draw_length() for _ in range(batch_size)] for _ in range(num_batches)]
+
+    def describe(self, longest: int) -> str:
+        """A line on where the lengths come from; `longest` as in `draw_batches`."""
+        if self.sampled:
+            return f"Lengths: {self.source}"
+        return (
+            f"Assumed: lengths of typical reasoning traces (lognormal, mean {self.mean:,.0f} tokens, cut at "
+            f"{longest:,})"
+        )
+
+
+def simulate(plan: BatchPlan, longest: int, model: LengthModel) -> dict[BatchKind, list[LaidOutBatch]]:
+    """Simulate batches with lengths of at most `longest` tokens. Leaves out batches too large to simulate quickly."""
+    main = model.draw_batches("main", plan.global_batch_size, longest)
+    probe = model.draw_batches("probe", plan.probe_batch_size_global or 0, longest)
+    simulated: dict[BatchKind, list[LaidOutBatch]] = {
+        "main": [(lengths, plan.lay_out_main(range(len(lengths)), lengths)) for lengths in main],
+        "probe": [(lengths, plan.lay_out_probe(range(len(lengths)), lengths)) for lengths in probe],
+    }
+    return {part: batches for part, batches in simulated.items() if batches}
+
+
+def summarize_batches(simulated: Mapping[BatchKind, list[LaidOutBatch]]) -> dict[BatchKind, Utilization]:
+    """Sum up how simulated batches use the ranks."""
+    return {part: summarize([layout for _, layout in batches]) for part, batches in simulated.items()}
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -29,16 +90,15 @@ class RunPlan:
 
     settings: PlanSettings
     cluster: Cluster
-    shape: ModelShape  # parameters of the whole model
-    lengths: LengthModel  # lengths of the sequences in the simulated batches
+    shape: ModelShape  # of the whole model
+    lengths: LengthModel
     batch: BatchPlan
     memory: MemoryPlan
-    passes: Mapping[BatchKind, Utilization]
-    counts: ParameterCounts  # the parameters of the whole model
-    cost: StepCost
+    counts: ParameterCounts  # of the whole model
     tokens_per_step: float  # tokens of the main batch, mean of the simulated batches
-    # The step's cost with other shares of the peak
+    # The step's cost with some shares of the peak
     estimate_cost: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
+    cost: StepCost  # with the cluster's
 
     @property
     def available(self) -> Available:
@@ -53,39 +113,40 @@ class RunPlan:
         return self.available.holds_with_margin(self.memory.estimate)
 
     @property
+    def verdict(self) -> str:
+        """Whether it fits; `tight` where it does without the margin."""
+        return "fits" if self.fits_with_margin else "tight" if self.fits else "does not fit"
+
+    @property
     def seconds_range(self) -> tuple[float, float] | None:
         """Seconds of a step at the fast and the slow end of what trainers achieve; None where speeds were measured."""
         if self.cluster.achieved != Achieved():
             return None
         return self.estimate_cost(FAST).seconds_step, self.estimate_cost(SLOW).seconds_step
 
-    def gpu_hours(self, num_steps: int) -> float:
-        return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
-
     @property
     def costed_steps(self) -> int:
         """Steps that the GPU hours are given for: those of the run, or 100 where they are not known."""
         return self.settings.num_steps or 100
 
-    def replan(self, num_gpus: int) -> "RunPlan":
-        """Plan the same run on another number of GPUs. Raises RecipeError as `plan_run` does."""
-        cluster = replace(self.cluster, num_gpus=num_gpus)
-        return plan_run(self.settings, cluster, self.shape, lengths=self.lengths)
+    def gpu_hours(self, num_steps: int) -> float:
+        return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
 
+    def describe_range(self) -> str:
+        """Such as ` (2.11 to 4.07)`: the seconds of a step at both ends; empty where speeds were measured."""
+        if (ends := self.seconds_range) is None:
+            return ""
+        digits = 2 if ends[0] >= 0.1 else 3
+        return f" ({ends[0]:,.{digits}f} to {ends[1]:,.{digits}f})"
 
-def describe_longest_sequence(batch: BatchPlan) -> str | None:
-    """A line on the longest sequence that the recipe's packs and the model's positions allow; None where neither limits
-    it. Memory is checked for the sequences of the data."""
-    limits = []
-    if batch.longest_sequence is not None:
-        on_ranks = f"on {count(batch.main_parallel_sizes[-1], 'rank')}"
-        limits.append((batch.longest_sequence, f"batch.pack_tokens_per_rank, {on_ranks}"))
-    if (positions := batch.time_model.shape.max_positions) is not None:
-        limits.append((positions, "the model's positions"))
-    if not limits:
-        return None
-    num_tokens, limit = min(limits)
-    return f"Longest possible sequence: {num_tokens:,} tokens ({limit})"
+    def describe(self) -> str:
+        """One line, such as `Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; 3.98 s per step, ...`."""
+        return (
+            f"Plan on {self.cluster.describe()}: {self.verdict}, {gib(self.memory.estimate.peak_bytes, 1)} of "
+            f"{gib(self.available.device, 0)} GiB; {self.cost.seconds_step:,.3g} s per step{self.describe_range()}, "
+            f"{self.gpu_hours(self.costed_steps):,.1f} GPU hours for {count(self.costed_steps, 'step')} "
+            "(assumed speeds: vcore-ds plan)"
+        )
 
 
 def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
@@ -104,9 +165,9 @@ def find_model(path: str) -> tuple[ModelShape, str]:
     known = find_shape(path)
     if known is not None:
         return known
-    last = path.rstrip("/").rpartition("/")[2]
     by_lower = {name.lower(): name for name in KNOWN_MODELS}
-    near = [by_lower[name] for name in difflib.get_close_matches(last.lower(), by_lower, n=1)]
+    last = path.rstrip("/").rpartition("/")[2].lower()
+    near = [by_lower[name] for name in difflib.get_close_matches(last, by_lower, n=1)]
     raise UserError(
         f"model.path: found {shorten(path)}, which is not on this machine; expected a model folder, a config.json, or "
         f"the name of a known model such as Qwen3-32B (docs/planning.md lists them){did_you_mean(near)}"
@@ -136,39 +197,31 @@ def plan_run(
     ds_config = deepspeed_config(settings, plan)
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
-    layouts = simulate(plan, settings.cutoff_length, lengths)
-    passes = summarize_batches(layouts)
-    memory = plan_memory(settings, plan, ds_config, passes, on_gpu=True)
-    if "main" not in layouts or (plan.probe_batch_size_global and "probe" not in layouts):
+    batches = simulate(plan, settings.cutoff_length, lengths)
+    main, probe = batches.get("main", []), batches.get("probe", [])
+    if not main or (plan.probe_batch_size_global and not probe):
         sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"
-        raise RecipeError([f"plan: found {sizes}; expected at most 4,096 of each"])
+        raise RecipeError([f"plan: found {sizes}; expected at most {_SIMULATED_SEQUENCES:,} of each"])
+    memory = plan_memory(settings, plan, ds_config, summarize_batches(batches), on_gpu=True)
     if memory is None:
-        raise RecipeError(
-            [
-                f"model.path: found {settings.model.path}, whose configuration lacks hidden or vocabulary size; "
-                "expected the configuration of a decoder"
-            ]
-        )
-    memory_settings = memory.settings
-    rank_counts = parameter_counts(plan.time_model.shape, memory_settings.adapters)
+        found = f"found {settings.model.path}, whose configuration lacks hidden or vocabulary size"
+        raise RecipeError([f"model.path: {found}; expected the configuration of a decoder"])
+    counts = parameter_counts(plan.time_model.shape, memory.settings.lora)
     coalesces = settings.engine.coalesce_gradient_reduction
     if coalesces == "auto":
-        unsharded = estimate_unsharded_gradients(plan.time_model.shape, memory_settings, rank_counts)
+        unsharded = estimate_unsharded_gradients(plan.time_model.shape, memory.settings, counts)
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
+    step_settings = replace(memory.settings, coalesces_gradients=coalesces)
     zero = ds_config["zero_optimization"]
-    model = StepModel(
-        shape,
-        rank_counts,
-        replace(memory_settings, coalesces_gradients=coalesces),
-        cluster,
-        int(zero.get("stage3_max_reuse_distance", 10**9)),
-        bool(zero.get("stage3_allgather_sequential", False)),
-    )
-    main, probe = layouts["main"], layouts.get("probe", [])
-    step_passes = derive_passes(settings, memory_settings)
+    reuse_distance = int(zero.get("stage3_max_reuse_distance", 10**9))
+    gathers_in_place = bool(zero.get("stage3_allgather_sequential", False))
+    passes = derive_passes(settings, memory.settings)
 
     def estimate_cost(achieved: Achieved) -> StepCost:
-        return replace(model, cluster=replace(cluster, achieved=achieved)).estimate_step(step_passes, main, probe)
+        achieving = replace(cluster, achieved=achieved)
+        time = replace(plan.time_model, machine=achieving.machine, number_bytes=memory.settings.number_bytes)
+        model = StepModel(time, counts, step_settings, achieving, reuse_distance, gathers_in_place)
+        return model.estimate_step(passes, main, probe)
 
     return RunPlan(
         settings,
@@ -177,11 +230,10 @@ def plan_run(
         lengths,
         plan,
         memory,
-        passes,
-        parameter_counts(shape, memory_settings.adapters),
-        estimate_cost(cluster.achieved),
+        parameter_counts(shape, memory.settings.lora),
         sum(sum(lengths) for lengths, _ in main) / len(main),
         estimate_cost,
+        estimate_cost(cluster.achieved),
     )
 
 
@@ -192,8 +244,9 @@ def find_smallest_cluster(plan: RunPlan) -> RunPlan | None:
     Parts of a node are tried in powers of two, then whole nodes.
     """
     for num_gpus in _list_sizes(plan.cluster.gpus_per_node):
+        cluster = replace(plan.cluster, num_gpus=num_gpus)
         try:
-            candidate = plan.replan(num_gpus)
+            candidate = plan_run(plan.settings, cluster, plan.shape, lengths=plan.lengths)
         except RecipeError:  # no such sequence-parallel size at this world size
             continue
         if candidate.fits_with_margin:
@@ -210,29 +263,3 @@ def _list_sizes(gpus_per_node: int) -> Iterator[int]:
     while num_nodes * gpus_per_node <= MOST_GPUS:
         yield num_nodes * gpus_per_node
         num_nodes += 1 if num_nodes < 16 else num_nodes // 8
-
-
-# Plans in words.
-
-
-def describe_verdict(plan: RunPlan) -> str:
-    """Say whether a plan fits; `tight` where it does without the margin."""
-    return "fits" if plan.fits_with_margin else "tight" if plan.fits else "does not fit"
-
-
-def describe_range(plan: RunPlan) -> str:
-    """Such as ` (2.11 to 4.07)`: the seconds of a step at both ends; empty where speeds were measured."""
-    ends = plan.seconds_range
-    digits = 2 if ends is not None and ends[0] >= 0.1 else 3
-    return "" if ends is None else f" ({ends[0]:,.{digits}f} to {ends[1]:,.{digits}f})"
-
-
-def describe_plan(plan: RunPlan) -> str:
-    """One line, such as `Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; 3.98 s per step, ...`."""
-    estimate = plan.memory.estimate
-    return (
-        f"Plan on {plan.cluster.describe()}: {describe_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
-        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s per step{describe_range(plan)}, "
-        f"{plan.gpu_hours(plan.costed_steps):,.1f} GPU hours for {count(plan.costed_steps, 'step')} "
-        "(assumed speeds: vcore-ds plan)"
-    )

@@ -1,4 +1,4 @@
-"""Seconds and bytes of an optimizer step on a named cluster, by the formula of `planning.time_model`.
+"""Seconds and bytes of an optimizer step on a named cluster, by the formula of `planning.passes`.
 
 Every pass is counted in multiples of one forward (`planning.passes`). Everything runs at an assumed share of the peak
 (`hardware.Achieved`); all-gathers and reduce-scatters hide behind a share of the GEMMs. docs/planning.md has the
@@ -7,33 +7,29 @@ formulas.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
-from vcore_ds.planning.batch_layout import BatchLayout
+from vcore_ds.planning.batch_layout import BatchLayout, list_padded_lengths
 from vcore_ds.planning.hardware import (
     EXCHANGES_OF_EXPERTS,
     Cluster,
     Traffic,
-    count_numbers_to_experts,
     estimate_exchange_traffic,
     estimate_gather_traffic,
-    estimate_hidden_state_traffic,
 )
-from vcore_ds.planning.memory import Phase
+from vcore_ds.planning.memory import PHASES, Phase
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.packing import list_padded_lengths
 from vcore_ds.planning.passes import (
     ParameterCounts,
     PassWork,
     StepPasses,
+    TimeModel,
     count_factors,
     linear_flops_per_token,
     list_unrouted_mlps,
     routed_flops_per_token,
 )
 from vcore_ds.planning.settings import MemorySettings
-from vcore_ds.planning.time_model import TimeModel
 
 NUM_ITERATIONS = 5  # Newton-Schulz iterations of Muon
 
@@ -70,14 +66,13 @@ def quantized_bytes(shape: ModelShape, num_tokens: float) -> float:
     return _BYTES_OF_QUANTIZATION * (weights + num_tokens * inputs)
 
 
+@dataclass
 class StepCost:
     """Predictions for one optimizer step."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
-        """By phase; 0 for one that the step does not have."""
-        self.traffic: dict[str, Traffic] = {}
-        """Bytes that a rank receives, by kind."""
+    # By phase; 0 for one that the step does not have
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # bytes that a rank receives, by kind
 
     @property
     def seconds_step(self) -> float:
@@ -95,7 +90,7 @@ class StepCost:
 class StepModel:
     """A model and a cluster, for the costs of steps."""
 
-    shape: ModelShape
+    time: TimeModel  # of a GPU's shard of every layer, with the cluster's speeds
     counts: ParameterCounts  # with tensor parallelism, of the part that one GPU has
     settings: MemorySettings
     cluster: Cluster
@@ -133,20 +128,20 @@ class StepModel:
                 group = self._estimate_forward(sum(padded) / k, squares / k)
                 if sum(group) > linear + attention:
                     (linear, attention), tokens = group, sum(padded) / k
-            reduces = work.reduces and (step == last or not self.settings.coalesces_gradients)
+            reduces = work.reduces > 0 and (step == last or not self.settings.coalesces_gradients)
             # ZeRO++'s second copy is made by the first all-gather of a step, which crosses all ranks.
-            makes_copy = self._num_in_copy < self._num_groups and phase == "main" and step == 0
+            makes_copy = self._num_in_copy < self.time.num_ranks and phase == "main" and step == 0
             compute = self._estimate_compute(work, linear, attention, tokens)
             gathered = self._estimate_gathers(work, makes_copy, reduces=reduces)
             exchange_seconds, exchanged = self._estimate_exchanges(work, k, tokens)
-            gather_seconds = sum((moved.seconds(self.cluster.machine) for moved in gathered.values()), 0.0)
-            gather_seconds += self._estimate_host_copy_seconds(work)
+            gather_seconds = sum((moved.seconds(self.time.machine) for moved in gathered.values()), 0.0)
+            gather_seconds += self._count_host_bytes(work) / _HOST_LINK
             gather_seconds += self._estimate_ring_seconds(work, makes_copy, reduces=reduces)
             hidden = self.cluster.achieved.hidden * compute
             seconds = compute + exchange_seconds + max(gather_seconds - hidden, _NEVER_HIDDEN * gather_seconds)
-            seconds += work.runs * self.shape.num_layers * self.cluster.achieved.layer_overhead
+            seconds += work.runs * self.time.shape.num_layers * self.cluster.achieved.layer_overhead
             if self.settings.offloads_checkpoints and work.reduces:
-                numbers = tokens / self.settings.tensor * self.shape.hidden_size * (self.shape.num_layers + 1)
+                numbers = tokens / self.settings.tensor * self.time.shape.hidden_size * (self.time.shape.num_layers + 1)
                 seconds += 2 * self.settings.number_bytes * numbers / _HOST_LINK
             # The device waits where the host needs longer to launch a pass than the device to compute it.
             seconds = max(seconds, self._estimate_launch_seconds(work, makes_copy))
@@ -155,32 +150,35 @@ class StepModel:
     def _estimate_forward(self, tokens: float, squares: float) -> tuple[float, float]:
         """Estimate the seconds of linear layers, head included, and of attention for a group's tokens on a rank. All
         ranks of an expert-parallel group wait for the one that is sent most tokens."""
-        shape, machine = self._shard_shape, self.cluster.machine
+        shape, machine = self.time.shape, self.time.machine
         flops = linear_flops_per_token(shape) + (self.settings.expert_load - 1) * routed_flops_per_token(shape)
-        squares *= self._time.seconds_per_token / shape.attention_length * machine.flops / self.cluster.attention_flops
+        squares *= self.time.seconds_per_token / shape.attention_length * machine.flops / self.cluster.attention_flops
         return flops / machine.flops * tokens, squares
 
     def _estimate_compute(self, work: PassWork, linear: float, attention: float, tokens: float) -> float:
         """Estimate the seconds of a micro-step's GEMMs, of which a forward takes `linear` and `attention`."""
-        shape, machine = self._shard_shape, self.cluster.machine
+        shape, machine = self.time.shape, self.time.machine
         head = 2 * shape.vocabulary_size * shape.hidden_size / machine.flops
-        empty_pass = self._time.read * self._time.seconds_per_token + machine.half_speed_tokens * head
+        empty_pass = self.time.read * self.time.seconds_per_token + machine.half_speed_tokens * head
         compute = work.linear_time_multiple(shape) * (linear + empty_pass)
         compute += (work.attention + work.attention_again) * attention
         return compute + work.fp8 * quantized_bytes(shape, tokens) / self.cluster.memory_bandwidth
 
     def _estimate_exchanges(self, work: PassWork, k: int, tokens: float) -> tuple[float, dict[str, Traffic]]:
         """Estimate the seconds and bytes of exchanges within sequence-, expert- and tensor-parallel groups."""
-        settings, shape, machine = self.settings, self.shape, self.cluster.machine
+        settings, shape, machine = self.settings, self.time.shape, self.time.machine
         seconds, moved = 0.0, dict[str, Traffic]()
         if k > 1:
-            units = self._time.estimate_exchange(k) * tokens + self._time.estimate_exchange_latency(k)
-            seconds += work.exchanges * units * self._time.seconds_per_token
+            units = self.time.estimate_exchange(k) * tokens + self.time.estimate_exchange_latency(k)
+            seconds += work.exchanges * units * self.time.seconds_per_token
             numbers = tokens * shape.num_layers * work.exchanges
-            moved["sequence-parallel activations"] = self._time.estimate_exchange_traffic(k) * numbers
+            moved["sequence-parallel activations"] = self.time.estimate_exchange_traffic(k) * numbers
         if settings.expert > 1:
-            num_bytes = settings.number_bytes * count_numbers_to_experts(shape) * tokens * work.exchanges
-            traffic = estimate_exchange_traffic(num_bytes, settings.expert, self._time.ranks_per_node)
+            # Hidden states are sent to each of a token's experts in each layer, and back.
+            experts = shape.experts
+            copies = 0 if experts is None else 2 * experts.num_layers * experts.per_token
+            num_bytes = settings.number_bytes * (copies * shape.hidden_size) * tokens * work.exchanges
+            traffic = estimate_exchange_traffic(num_bytes, settings.expert, self.time.ranks_per_node)
             moved["expert-parallel tokens"] = traffic
             num_exchanges = work.exchanges * EXCHANGES_OF_EXPERTS * shape.num_layers
             seconds += settings.expert_load * traffic.seconds(machine) + num_exchanges * machine.exchange_latency
@@ -193,8 +191,8 @@ class StepModel:
     def _estimate_ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
         """Estimate the latency of the all-gathers and reduce-scatters of one micro-step: one for each layer, embedding
         and head, or one for each parameter."""
-        num_layers, in_node = self.shape.num_layers, self._time.ranks_per_node
-        over_all_ranks = self.cluster.ring_seconds(self._num_groups, in_node)
+        num_layers, in_node = self.time.shape.num_layers, self.time.ranks_per_node
+        over_all_ranks = self.cluster.ring_seconds(self.time.num_ranks, in_node)
         within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
         num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.gathers_in_place else 1)
         num_others = (2 + num_layers) * (work.tangent_gathers + int(reduces))
@@ -207,15 +205,15 @@ class StepModel:
         achieved = self.cluster.achieved
         per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
         per_layer += work.fp8 * achieved.fp8_overhead + work.reduces * achieved.backward_overhead
-        if not self.gathers_in_place and self._num_groups > 1:
-            num_ranks = work.gathers * self._num_in_copy + makes_copy * (self._num_groups - self._num_in_copy)
+        if not self.gathers_in_place and self.time.num_ranks > 1:
+            num_ranks = work.gathers * self._num_in_copy + makes_copy * (self.time.num_ranks - self._num_in_copy)
             per_layer += num_ranks * achieved.gather_overhead
-        return self.shape.num_layers * per_layer
+        return self.time.shape.num_layers * per_layer
 
     def _add_factorization(self, cost: StepCost, weight: float) -> None:
         """Add the factorization of a low-rank direction: in each pass two GEMMs with the rank's shard, and the sums of
         `G Omega` and `Q^T G` over the ranks, in fp32 and not hidden."""
-        rank, shape = self.settings.probe_rank, self._shard_shape
+        rank, shape = self.settings.probe_rank, self.time.shape
         if rank is None:
             return
         experts, expert_part = shape.experts, 0
@@ -223,29 +221,29 @@ class StepModel:
             expert_part = 3 * experts.num_layers * experts.num_experts * rank * (shape.hidden_size + experts.width)
         others = count_factors(shape, rank) - expert_part
         # An all-reduce is a reduce-scatter and an all-gather.
-        traffic = self._time.estimate_gather(2 * _FP32 * others, 2 * _FP32 * expert_part)
-        seconds = 4 * rank * self.counts.trained / self._num_groups / self.cluster.machine.flops
-        seconds += traffic.seconds(self.cluster.machine)
+        traffic = self.time.estimate_gather(2 * _FP32 * others, 2 * _FP32 * expert_part)
+        seconds = 4 * rank * self.counts.trained / self.time.num_ranks / self.time.machine.flops
+        seconds += traffic.seconds(self.time.machine)
         cost.add("probe", seconds, weight * self.settings.rank_passes, {"factors of the direction": traffic})
 
     def estimate_tensor_exchanges(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
-        """Estimate the exchanges of one micro-step over a tensor-parallel group, and count them. Those of the losses, 8
-        bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
-        pass."""
-        settings, shape = self.settings, self.shape
-        num_exchanges, num_hidden = work.count_hidden_state_exchanges(shape.num_layers)
-        num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
-        return estimate_hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
+        """Estimate the exchanges of one micro-step over a tensor-parallel group, which is in one node, and count them.
+        Left out are those of the losses, 8 bytes for each token and GPU, and the sum of the gradients that all of them
+        have, once a pass."""
+        settings = self.settings
+        num_exchanges, num_hidden = work.count_hidden_state_exchanges(self.time.shape.num_layers)
+        num_bytes = float(settings.number_bytes * num_hidden * self.time.shape.hidden_size) * num_tokens
+        return Traffic(inside=num_bytes * (settings.tensor - 1) / settings.tensor), num_exchanges
 
     def _estimate_gathers(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> dict[str, Traffic]:
         """Estimate the all-gathers and the reduce-scatter of one micro-step; with `makes_copy` the first one makes
         ZeRO++'s second copy."""
         counts, b = self.counts, self.settings.number_bytes
-        expert_part = b * self.shape.expert_parameters
+        expert_part = b * self.time.shape.expert_parameters
         others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - expert_part
         moved = self._estimate_gather(others, expert_part) * (work.gathers - work.reduces)
         if makes_copy:
-            moved += self._time.estimate_gather(others, expert_part) + self._estimate_gather(others, expert_part) * -1
+            moved += self.time.estimate_gather(others, expert_part) + self._estimate_gather(others, expert_part) * -1
         if work.reduces:
             moved += self._estimate_gather(*self._count_gathered_again(others, expert_part))
         traffic = {"parameters": moved}
@@ -263,7 +261,7 @@ class StepModel:
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
         any case; the head, where twice its own are fewer.
         """
-        shape, b, reuse = self._shard_shape, self.settings.number_bytes, self.reuse_distance
+        shape, b, reuse = self.time.shape, self.settings.number_bytes, self.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
         layer = (self.counts.all - embeddings - shape.remote_expert_parameters(self.settings.expert)) / shape.num_layers
@@ -272,20 +270,17 @@ class StepModel:
         head_again = b * head if reuse <= 2 * head else 0
         return share * (others - b * embeddings) + head_again, share * expert_part
 
-    def _estimate_host_copy_seconds(self, work: PassWork) -> float:
-        """Estimate the seconds of copies of offloaded shards between host and device in one micro-step."""
-        settings, n = self.settings, self._num_groups
-        num_bytes = 0.0
-        if settings.offloads_parameters:
-            num_bytes += work.gathers * settings.number_bytes * self.counts.all / n
-        if settings.offloads_optimizer and work.reduces:
-            num_bytes += _FP32 * self.counts.trained / n
-        return num_bytes / _HOST_LINK
+    def _count_host_bytes(self, work: PassWork) -> float:
+        """Count the bytes of offloaded shards that are copied between host and device in one micro-step."""
+        settings = self.settings
+        gathered = work.gathers * settings.number_bytes * self.counts.all if settings.offloads_parameters else 0
+        reduced = work.reduces * _FP32 * self.counts.trained if settings.offloads_optimizer else 0
+        return gathered / self.time.num_ranks + reduced / self.time.num_ranks
 
     def _add_update(self, cost: StepCost, passes: StepPasses) -> None:
         """Add the optimizer's update and the direction's: bytes of a shard, read and written."""
         settings, memory = self.settings, self.cluster.memory_bandwidth
-        shard = self.counts.trained / self._num_groups
+        shard = self.counts.trained / self.time.num_ranks
         # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
         # three and the parameter.
         moments = 0 if settings.optimizer == "sgd" else 4 * _FP32
@@ -312,49 +307,33 @@ class StepModel:
     ) -> None:
         """Add Newton-Schulz iterations of all matrices, divided among the ranks, and the all-to-alls of their shards.
         An iteration takes `wide * n^2 m + square * n^3` FLOP for a matrix of n rows and m >= n columns."""
-        hidden = self._shard_shape.list_hidden_matrices()
+        hidden = self.time.shape.list_hidden_matrices()
         sizes = [(number, min(rows, columns), max(rows, columns)) for number, rows, columns in hidden]
         flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)
-        shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self._num_groups
-        traffic = estimate_exchange_traffic(num_exchanges * shard, self._num_groups, self._time.ranks_per_node)
-        seconds = traffic.seconds(self.cluster.machine) + flops / self._num_groups / self.cluster.machine.flops
+        shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self.time.num_ranks
+        traffic = estimate_exchange_traffic(num_exchanges * shard, self.time.num_ranks, self.time.ranks_per_node)
+        seconds = traffic.seconds(self.time.machine) + flops / self.time.num_ranks / self.time.machine.flops
         cost.add(phase, seconds, weight, {"matrices of Muon": traffic})
 
     def _estimate_trained_traffic(self, number_bytes: int) -> Traffic:
         """Estimate a reduce-scatter of all gradients, or an all-gather of the direction."""
-        expert_part = self.shape.expert_parameters if self.settings.adapters is None else 0
+        expert_part = self.time.shape.expert_parameters if self.settings.lora is None else 0
         others = self.counts.trained - expert_part
-        return self._time.estimate_gather(number_bytes * others, number_bytes * expert_part)
+        return self.time.estimate_gather(number_bytes * others, number_bytes * expert_part)
 
     def _estimate_gather(self, others: float, expert_part: float) -> Traffic:
         """Estimate an all-gather of parameters: only over the ranks that share a second copy, if there is one."""
         in_copy = self._num_in_copy
-        if in_copy < self._num_groups:
-            return estimate_gather_traffic(others + expert_part, in_copy, min(in_copy, self._time.ranks_per_node))
-        return self._time.estimate_gather(others, expert_part)
+        if in_copy < self.time.num_ranks:
+            return estimate_gather_traffic(others + expert_part, in_copy, min(in_copy, self.time.ranks_per_node))
+        return self.time.estimate_gather(others, expert_part)
 
     @property
     def _bytes_trained(self) -> int:
-        return self.settings.number_bytes if self.settings.adapters is None else _FP32
-
-    @cached_property
-    def _shard_shape(self) -> ModelShape:
-        """Shape of a GPU's shard of every layer."""
-        return self.shape.take_tensor_shard(self.settings.tensor)
-
-    @property
-    def _num_groups(self) -> int:
-        """GPUs that shard the model, a tensor-parallel group as one."""
-        return self.cluster.num_gpus // self.settings.tensor
+        return self.settings.number_bytes if self.settings.lora is None else _FP32
 
     @property
     def _num_in_copy(self) -> int:
         """Ranks over which parameters are gathered: those that share a second copy, or all."""
         num_ranks = self.settings.ranks_of_second_copy
-        return num_ranks if num_ranks > 1 else self._num_groups
-
-    @cached_property
-    def _time(self) -> TimeModel:
-        settings, in_node = self.settings, self.cluster.ranks_per_node // self.settings.tensor
-        shape, machine = self._shard_shape, self.cluster.machine
-        return TimeModel(shape, self._num_groups, in_node, machine, settings.expert, settings.number_bytes)
+        return num_ranks if num_ranks > 1 else self.time.num_ranks
