@@ -110,7 +110,7 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> Any:
         use_fast_cpu_matmul()
     base.config.use_cache = True
     adapter = model.adapter
-    causal_lm = base if adapter is None else add_trained_adapter(base, Path(adapter), model.weights)
+    causal_lm: Any = base if adapter is None else add_trained_adapter(base, Path(adapter), model.weights)
     return causal_lm.to("cuda" if on_gpu else "cpu").eval()
 
 

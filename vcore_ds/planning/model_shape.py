@@ -288,7 +288,9 @@ def _count_attention_parameters(hidden_size: int, num_heads: int, num_kv_heads: 
 def _read_latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int] | None:
     """Read the head dimension of queries and keys, and the parameters, of multi-head latent attention (DeepSeek-V2 and
     V3), which computes a key and a value for each query head from what all heads share; None for other attention."""
-    sizes = [config.get(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    sizes: list[Any] = [
+        config.get(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ]
     if any(type(size) is not int for size in sizes):
         return None
     shared, nope, rope, value = sizes
