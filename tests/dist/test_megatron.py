@@ -300,6 +300,6 @@ def test_the_memory_of_a_shard_of_the_layers_is_estimated(results, folder: Path)
     settings = replace(make_settings(*MEMORY_CASE), tensor=2)
     difference = estimate_memory(shape, replace(settings, estimator="finite_difference"))
     for result in results:
-        assert result.parameters == parameter_counts(shape, settings.adapters)
+        assert result.parameters == parameter_counts(shape, settings.lora)
         assert_persistent_bytes(estimate_memory(shape, settings).persistent, result.memory["vcore"])
         assert_peaks(estimate_memory(shape, settings), difference, result.memory)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
 
 from tests.helpers.commands import HANG_SECONDS
 from vcore_ds.commands.cli import COMMANDS, main
@@ -122,8 +123,7 @@ def test_check_describes_tensor_parallel_groups(capsys: pytest.CaptureFixture[st
 
 
 def test_check_warns_of_positions_that_are_new_to_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 4096}))
+    Qwen3Config(num_hidden_layers=2, max_position_embeddings=4096).save_pretrained(tmp_path)
     words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", f"model.path={tmp_path}"]
     assert main(words) == 0
     assert "Warning: data.cutoff_length 16,384 is beyond the 4,096 positions" in capsys.readouterr().out
