@@ -246,14 +246,16 @@ def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> Mo
         width = _read_number(config, ("intermediate_size_mlp", "intermediate_size")) or experts.active_width
         mlp = experts.num_layers * (3 * experts.active_width + experts.num_experts)  # with the router
         mlp += (num_layers - experts.num_layers) * 3 * width
-    model_type = str(config.get("model_type", ""))
+    model_type, unpackable = str(config.get("model_type", "")), _explain_unpackable(config)
     return ModelShape(
         num_layers,
         num_heads,
         num_kv_heads,
         head_dim,
         attention + hidden * mlp // num_layers,
-        *_find_packing_obstacles(config),
+        unpackable,
+        unpackable,
+        *_find_rope(config),
         hidden_size=0 if vocabulary is None else hidden,
         intermediate_size=width,
         vocabulary_size=vocabulary or 0,
@@ -342,13 +344,6 @@ not write down the kinds of their layers, but all of them write down such a size
 _ROPE_OF_THE_FORWARD = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 """Kinds of rotary embedding whose frequencies depend on the largest position in a forward, padding and other sequences
 included, and the key of the position up to which they do not."""
-
-
-def _find_packing_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
-    """Find `no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape` from the config.json of a
-    language model; malformed values are ignored."""
-    why = _explain_unpackable(config)
-    return why, why, *_find_rope(config)
 
 
 def _explain_unpackable(config: Mapping[str, Any]) -> str | None:

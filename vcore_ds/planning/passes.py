@@ -80,17 +80,12 @@ def routed_flops_per_token(shape: ModelShape) -> int:
     return 0 if experts is None else 6 * shape.hidden_size * experts.num_layers * experts.per_token * experts.width
 
 
-def attention_flops_per_square(shape: ModelShape) -> int:
-    """FLOP of a forward's causal attention over a sequence, divided by the square of its tokens: scores and values,
-    half of them hidden."""
-    return 2 * shape.num_layers * shape.num_heads * shape.head_dim
-
-
 def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 1.0, attention: float = 1.0) -> float:
     """FLOP of the GEMMs of a pass over sequences of these lengths, which computes `linear` times those of a forward's
     linear layers and head, and `attention` times those of its causal attention."""
     per_token = linear * linear_flops_per_token(shape)
-    per_square = attention * attention_flops_per_square(shape)
+    # Scores and values of causal attention, half of them hidden
+    per_square = attention * (2 * shape.num_layers * shape.num_heads * shape.head_dim)
     return float(sum(per_token * n + per_square * n * n for n in lengths))
 
 

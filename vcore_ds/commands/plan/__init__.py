@@ -62,10 +62,14 @@ def describe(table: PlanTable) -> str:
     first = table.columns[0].plan
     warning = warn_of_positions(table.recipe_plan.settings, first.shape)
     routed = f" ({active_parameters(first.shape):,} active for each token)" if first.shape.experts is not None else ""
+    changes: list[str] = []
+    for title, plan in ((column.title, column.plan) for column in table.columns if not column.plan.fits):
+        changes += ["", f"{title} does not fit. These need less memory:"]
+        changes += format_memory_changes(plan.memory, plan.available)
     lines = [
         f"Plan: {table.recipe_name} on {first.cluster.describe()}",
         *(f"  {line}" for line in align_columns(list(_list_rows(table.columns)), left=("verdict",))),
-        *(line for column in table.columns for line in _list_remedies(column)),
+        *changes,
         "",
         f"Model: {table.model}: {first.counts.all:,} parameters{routed}, {first.counts.trained:,} trained",
         f"Batch: {table.columns[-1].plan.batch.describe()}",
@@ -96,12 +100,6 @@ def _list_rows(columns: list[Column]) -> Iterator[list[str]]:
             f"{plan.gpu_hours(plan.costed_steps):,.1f}",
             "none" if column.smallest is None else f"{column.smallest.cluster.num_gpus:,}",
         ]
-
-
-def _list_remedies(column: Column) -> Iterator[str]:
-    if not column.plan.fits:
-        yield from ("", f"{column.title} does not fit. These need less memory:")
-        yield from format_memory_changes(column.plan.memory, column.plan.available)
 
 
 def _list_assumptions(table: PlanTable) -> Iterator[str]:
