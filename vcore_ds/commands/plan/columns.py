@@ -138,7 +138,8 @@ def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | Non
     """Read lengths, none of raw data without a tokenizer, and the total number of sequences; None if not all were
     read: of raw data the first rows of each file are."""
     # Import numpy and transformers: seconds.
-    from vcore_ds.data.conversations import Conversation, render_conversation
+    from vcore_ds.data.conversations import render_conversation
+    from vcore_ds.data.messages import Malformed
     from vcore_ds.data.prepare.rows import read_chat_rows
     from vcore_ds.data.prepare.sources import find_files
     from vcore_ds.data.store import MANIFEST, TokenStore
@@ -154,9 +155,9 @@ def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | Non
     for file in files[:_MAX_ROWS]:
         rows = list(islice(read_chat_rows(file, data.columns), max_rows + 1))
         is_all = is_all and len(rows) <= max_rows
-        for number, chat in enumerate(rows[:max_rows], start=1):
-            with suppress(UserError):  # refused by the template; the run reports it
-                rendered.append(render_conversation(Conversation(number, chat.messages, **chat.options), tokenizer))
+        for conversation in rows[:max_rows]:
+            with suppress(Malformed):  # refused by the template; the run reports it
+                rendered.append(render_conversation(conversation, tokenizer))
     lengths = [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []
     if data.overlong == "drop":
         lengths = [n for n in lengths if n <= data.cutoff_length]
