@@ -119,7 +119,7 @@ def write_adapter(
     `finish`."""
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
     unfinished = begin(folder, num_bytes)
-    model.save_pretrained(str(unfinished), state_dict=adapter)
+    model.save_pretrained(str(unfinished), state_dict=adapter, save_embedding_layers=False)  # "auto" asks the hub
     path = unfinished / SAFETENSORS_WEIGHTS_NAME
     paths.flush(path)
     check_file(path, {name.replace(".default.", "."): tensor.to("meta") for name, tensor in adapter.items()})

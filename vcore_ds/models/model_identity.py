@@ -40,18 +40,12 @@ class BaseModel:
     hub_id: str | None  # None for a local model that is not known to be on the hub
     license: Mapping[str, str] = field(default_factory=dict)  # `LICENSE_KEYS` of the card; empty if unknown
 
-    @property
-    def public_name(self) -> str:
-        """The hub id, or the name."""
-        return self.hub_id or self.name
 
-
-def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool = False) -> BaseModel:
+def identify_base_model(path: str, *, hub_id: str | None = None) -> BaseModel:
     """Identify the model at `path` (a folder or a hub id) without loading it.
 
     A local folder has a hub id if it is in the hub's cache, or if vcore_ds wrote its card, which names the base model
-    (the result of a run, or the quickstart's model). `hub_id`: given by the user; None to find out; `ask_hub`: download
-    the card if it is not in the cache.
+    (the result of a run, or the quickstart's model). `hub_id`: given by the user; None to find out.
     """
     folder = Path(path).expanduser()
     if in_cache := _IN_CACHE.search(folder.absolute().as_posix()):
@@ -63,8 +57,8 @@ def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool =
         named = metadata.get("base_model") if CARD_TAG in (metadata.get("tags") or []) else path
         hub_id = named if isinstance(named, str) and is_hub_id(named) else None
     if not metadata and hub_id is not None:
-        with suppress(Exception):  # offline, gated, no card: a dozen classes; the license is optional
-            metadata = read_card_metadata(Path(hf_hub_download(hub_id, CARD, local_files_only=not ask_hub)))
+        with suppress(Exception):  # not in the cache, or an invalid id; the license is optional
+            metadata = read_card_metadata(Path(hf_hub_download(hub_id, CARD, local_files_only=True)))
     known_license = {key: str(metadata[key]) for key in LICENSE_KEYS if isinstance(metadata.get(key), str)}
     return BaseModel(Path(path).name, hub_id, known_license)
 

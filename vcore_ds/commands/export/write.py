@@ -1,22 +1,16 @@
-"""Write a Hugging Face folder from a run's folder, in a single process without GPU or process group, and commit it to
-the hub, without local paths."""
+"""Write a Hugging Face folder from a run's folder, in a single process without GPU or process group."""
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HTTPError  # the HTTP library's own
-from peft.utils import CONFIG_NAME
 from torch import Tensor
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, write_text, writing
+from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, writing
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
@@ -28,7 +22,7 @@ from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, weight_slices
-from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
+from vcore_ds.models.model_identity import CARD, identify_base_model, is_hub_id, read_card_metadata
 from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training.result import Kind, make_model_card
@@ -102,7 +96,7 @@ def export_run(
     output: Path | None = None,
     merge: bool = False,
     dtype: str | None = None,
-    base: BaseModel | None = None,
+    base_model: str | None = None,
     evaluations: Sequence[Path] = (),
     reuse: bool = False,
     max_file_bytes: int = model_folder.MAX_FILE_BYTES,
@@ -112,9 +106,9 @@ def export_run(
 
     `checkpoint` is a name in `run/checkpoints`; None for the newest that verifies, or the adapter of a finished run
     without checkpoints. `output` is a new folder; None for `run/export/CHECKPOINT/KIND`. `dtype` is `bf16` or `fp32`;
-    None for the run's precision (an adapter: fp32, which it was trained in). `base` and `evaluations` (folders) are for
-    the model card; `base` None to derive it from model.path. `reuse` keeps the folder of an earlier export with the
-    same output, and rewrites only its card.
+    None for the run's precision (an adapter: fp32, which it was trained in). `base_model` is the base model's hub id,
+    for the card and an adapter's configuration. `evaluations` are folders, for the card. `reuse` returns an earlier
+    export of the same weights.
 
     Raises UserError for a user's mistake or a full disk, BadExport where the files read back differ from what was
     written; no folder `output` remains then."""
@@ -122,81 +116,46 @@ def export_run(
     recipe = read_run_recipe(run)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
+    if base_model is not None and not is_hub_id(base_model):
+        raise UserError(f"--base-model: found {base_model}; expected OWNER/NAME, its id on the hub")
     check_base_model(recipe)
-    if output is not None and not reuse:
+    if output is not None:
         refuse_existing(output, NEW_FOLDER)
     # Checked before the checksums, which take minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
+    with reading("RUN", run, "the folder of a run"):
+        trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
-    wanted = DTYPES[dtype or ("fp32" if kind == "adapter" else recipe.model.precision)]
-    while True:
-        complete = checkpoint_folder.list_complete(run / "checkpoints")
-        try:
-            with reading("RUN", run, "the folder of a run"):
-                trained = find_trained_weights(run, checkpoint, recipe)
-            if any(map(is_deleted, complete[:1])):  # the newest, while it was verified: `trained` is an older one
-                continue
-            folder = output if output is not None else run / "export" / trained.name / kind
-            step = checkpoint_folder.parse_step(Path(trained.name))
-            card = make_model_card(
-                run,
-                recipe.model.path,
-                recipe.method,
-                recipe.data,
-                kind,
-                step=step,
-                base=base,
-                evaluations=evaluations,
-                checkpoint=trained.digest,
-            )
-            if output is None:
-                set_aside_other_export(folder, trained)
-            if reuse and folder.is_dir():
-                check_earlier_export(folder, kind, trained)
-                with writing("--output", folder, NEW_FOLDER):
-                    write_text(folder / CARD, card)
-                print(f"{folder}: exists already; only its model card was rewritten")
-                return folder
-            refuse_existing(folder, NEW_FOLDER)
-            print(f"{kind} of {trained.name}", flush=True)
-            num_bytes = write_export(recipe, trained, folder, card, kind, wanted, max_file_bytes)
-        except Exception:
-            if not any(map(is_deleted, complete)):
-                raise
-            print("the run has deleted a checkpoint meanwhile: looking for the newest again", flush=True)
-            continue
-        seconds = time.perf_counter() - started
-        print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
+    folder = output if output is not None else run / "export" / trained.name / kind
+    if reuse and read_card_metadata(folder / CARD).get("checkpoint") == trained.digest:
         return folder
-
-
-def is_deleted(checkpoint: Path) -> bool:
-    return not (checkpoint / checkpoint_folder.COMPLETE).is_file()
-
-
-def set_aside_other_export(folder: Path, trained: TrainedWeights) -> None:
-    """Rename an export of other weights, those of a checkpoint of the same name before the run was extended."""
-    metadata = read_card_metadata(folder / CARD)
-    if CARD_TAG not in (metadata.get("tags") or ()) or metadata.get("checkpoint") == trained.digest:
-        return
-    aside = folder.with_name(f"{folder.name}.{str(metadata.get('checkpoint'))[:12]}")
-    discard(aside)
-    with writing("--output", folder, NEW_FOLDER):
-        folder.rename(aside)
-    print(f"{folder}: has other weights than {trained.name} has now; moved to {aside.name}")
-
-
-def check_earlier_export(folder: Path, kind: Kind, trained: TrainedWeights) -> None:
-    """Raises UserError unless `folder` is an earlier export of this kind and these weights, which may be pushed as it
-    is."""
-    metadata, is_adapter = read_card_metadata(folder / CARD), (folder / CONFIG_NAME).is_file()
-    is_export = CARD_TAG in (metadata.get("tags") or ()) and is_adapter == (kind == "adapter")
-    if not is_export or metadata.get("checkpoint") != trained.digest:
-        raise UserError(
-            f"{folder}: exists already, and is not an earlier export ({kind}) of {trained.name} as it is now. Name a "
-            "new --output"
-        )
+    refuse_existing(folder, NEW_FOLDER)
+    card = make_model_card(
+        run,
+        recipe.model.path,
+        recipe.method,
+        recipe.data,
+        kind,
+        step=checkpoint_folder.parse_step(Path(trained.name)),
+        base=identify_base_model(recipe.model.path, hub_id=base_model),
+        evaluations=evaluations,
+        checkpoint=trained.digest,
+    )
+    print(f"{kind} of {trained.name}", flush=True)
+    wanted = DTYPES[dtype or ("fp32" if kind == "adapter" else recipe.model.precision)]
+    try:
+        with writing("--output", folder, NEW_FOLDER):
+            if kind == "adapter":
+                num_bytes = write_adapter(recipe, trained, folder, card, wanted, base_model)
+            else:
+                num_bytes = write_model(recipe, trained, folder, card, wanted, max_file_bytes)
+    except BaseException:
+        discard(unfinished_path(folder))
+        raise
+    seconds = time.perf_counter() - started
+    print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
+    return folder
 
 
 def check_base_model(recipe: Recipe) -> None:
@@ -229,26 +188,6 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
         return AdapterWeights(run / "adapter")
     names = ", ".join(folder.name for folder in checkpoints) or "none"
     raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {names}")
-
-
-def write_export(
-    recipe: Recipe,
-    trained: TrainedWeights,
-    folder: Path,
-    card: str,
-    kind: Kind,
-    dtype: torch.dtype,
-    max_file_bytes: int,
-) -> int:
-    """Write the folder, or nothing of it; return the bytes of its weights."""
-    try:
-        with writing("--output", folder, NEW_FOLDER):
-            if kind == "adapter":
-                return write_adapter(recipe, trained, folder, card, dtype)
-            return write_model(recipe, trained, folder, card, dtype, max_file_bytes)
-    except BaseException:
-        discard(unfinished_path(folder))
-        raise
 
 
 def write_model(
@@ -324,49 +263,15 @@ def check_fit(recipe: Recipe, trained: TrainedWeights, expected: Mapping[str, to
         )
 
 
-def write_adapter(recipe: Recipe, trained: TrainedWeights, folder: Path, card: str, dtype: torch.dtype) -> int:
+def write_adapter(
+    recipe: Recipe, trained: TrainedWeights, folder: Path, card: str, dtype: torch.dtype, base_model: str | None
+) -> int:
     """Write the adapter in peft's format; return the bytes of its weights."""
     assert recipe.lora is not None
     adapted = build_empty_adapted_model(recipe.model.path, recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     check_fit(recipe, trained, expected)
+    if base_model is not None:
+        adapted.active_peft_config.base_model_name_or_path = base_model
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     return model_folder.write_adapter(adapted, adapter, folder, load_tokenizer(recipe.model.path), card)
-
-
-def open_hub(repository: str) -> HfApi:
-    """Return the hub's API, before an export, which takes minutes. Raises UserError where the name is invalid, or the
-    hub cannot be reached or refuses the token."""
-    if not is_hub_id(repository):
-        raise UserError(f"--push: found {repository}; expected OWNER/NAME, a repository on the hub")
-    with _explaining(repository):
-        api = HfApi()
-        api.whoami()
-    return api
-
-
-def push_folder(api: HfApi, folder: Path, repository: str, base: BaseModel) -> str:
-    """Commit all files of `folder` at once to a repository, which is private if it is new, and return its address; in
-    an adapter's configuration the base model's public name replaces its path. Raises UserError where the hub cannot be
-    reached or refuses."""
-    files: dict[str, bytes | Path] = {path.name: path for path in sorted(folder.iterdir())}
-    if CONFIG_NAME in files:
-        config = json.loads((folder / CONFIG_NAME).read_bytes()) | {"base_model_name_or_path": base.public_name}
-        files[CONFIG_NAME] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    with _explaining(repository):
-        # Without `private` the owner's settings decide, and make most repositories public.
-        api.create_repo(repository, private=True, exist_ok=True)
-        operations = [CommitOperationAdd(name, content) for name, content in files.items()]
-        api.create_commit(repository, operations, commit_message="Result of a run of vcore_ds")
-    return f"{api.endpoint}/{repository}"
-
-
-@contextmanager
-def _explaining(repository: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, HTTPError, ValueError) as error:  # no token, no connection, a refusal; ValueError of the card
-        raise UserError(
-            f"--push: {repository}: {' '.join(str(error).split())}. Expected a connection to the hub (HF_ENDPOINT) and "
-            "a token that may write there (hf auth login, or HF_TOKEN). The same command pushes an export again"
-        ) from None
