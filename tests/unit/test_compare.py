@@ -11,7 +11,6 @@ from scipy import stats
 
 from tests.helpers.evaluations import SAMPLING, write_answers
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.compare import name_folders
 from vcore_ds.training.evaluation_folder import EVALUATION, samples_path
 
 
@@ -134,7 +133,7 @@ def test_several_samples_and_more_than_two_sides_are_compared(
     tables = {name: draw_answers(seed, 0.5, num_samples=4) for seed, name in enumerate("abc")}
     folders = [str(write_answers(tmp_path / name / "eval", {"aime": table})) for name, table in tables.items()]
     comparison = run_json(capsys, *folders)
-    assert [result["side"] for result in comparison["results"]] == ["a", "b", "c"]
+    assert [result["side"] for result in comparison["results"]] == ["a/eval", "b/eval", "c/eval"]
     for name, result in zip("bc", comparison["results"][1:], strict=True):  # both with the first
         expected = stats.ttest_rel(tables[name].mean(1), tables["a"].mean(1)).confidence_interval()
         assert result["difference"]["interval"] == pytest.approx(list(expected))
@@ -152,39 +151,24 @@ def test_numbers_that_evaluations_do_not_determine_are_left_out(
     assert [str(warning.message) for warning in recwarn] == []
 
 
-@pytest.mark.parametrize(
-    ("folders", "names"),
-    [
-        (["runs/a/eval", "runs/b/eval"], ["a", "b"]),
-        (["runs/a/seed_1/eval", "runs/b/seed_1/eval", "runs/b/seed_2/eval"], ["a/seed_1", "b/seed_1", "b/seed_2"]),
-        (["runs/a", "runs/a/a"], ["a", "a/a"]),
-        (["x"], ["x"]),
-        ([], []),
-    ],
-)
-def test_sides_are_called_by_what_differs_in_their_paths(folders: list[str], names: list[str]) -> None:
-    assert name_folders([Path(folder) for folder in folders]) == names
-
-
 def test_warnings_name_what_weakens_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def compare_sides(*sides: tuple[np.ndarray, int, str], model: str | None = None) -> str:
+    def compare_sides(*sides: tuple[np.ndarray, int], model: str | None = None) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        words = []
-        for name, (table, truncated, version) in zip("abcdef", sides, strict=False):
-            kwargs = dict(truncated=truncated, versions={"vllm": version}, model=model)
-            words.append(str(write_answers(folder / name, {"aime": table}, **kwargs)))
+        words = [
+            str(write_answers(folder / name, {"aime": table}, truncated=truncated, model=model))
+            for name, (table, truncated) in zip("abcdef", sides, strict=False)
+        ]
         groups = ["--group", "x", *words[:3], "--group", "y", *words[3:]] if len(words) == 6 else words
         return run(capsys, *groups)
 
     first, second = draw_answers(1, 0.5), draw_answers(2, 0.5)
-    assert "warning: " not in compare_sides((first, 1, "1"), (second, 1, "1"))
-    assert "aime: truncated shares differ (a 0.0%, b 3.3%)" in compare_sides((first, 0, "1"), (second, 2, "1"))
-    assert "aime: many outputs were truncated (a 6.7%, b 6.7%)" in compare_sides((first, 4, "1"), (second, 4, "1"))
+    assert "warning: " not in compare_sides((first, 1), (second, 1))
+    assert "aime: truncated shares differ (a 0.0%, b 3.3%)" in compare_sides((first, 0), (second, 2))
+    assert "aime: many outputs were truncated (a 6.7%, b 6.7%)" in compare_sides((first, 4), (second, 4))
     second = first.copy()
     second[:3] = 1 - second[:3]
-    few = compare_sides((first, 0, "0.9.2"), (second, 0, "0.10.0"))
-    assert "b and a differ on 3 problems; below 5" in few and "vllm 0.10.0 (0.9.2)" in few
-    seeds = [(draw_answers(seed, 0.5), 0, "1") for seed in range(6)]
+    assert "b and a differ on 3 problems; below 5" in compare_sides((first, 0), (second, 0))
+    seeds = [(draw_answers(seed, 0.5), 0) for seed in range(6)]
     assert "are of the same model" not in compare_sides(*seeds)
     assert compare_sides(*seeds, model="one").count("are of the same model") == 2
 
@@ -219,30 +203,27 @@ def incomparable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "found nothing; expected two or more different evaluations"),
-        (["a"], "expected two or more different evaluations"),
-        (["a", "a/../a"], "expected two or more different evaluations"),
+        ([], "EVAL: found nothing"),
+        (["a"], "EVAL: found a; expected two"),
+        (["a", "a/../a"], "EVAL: found a, a/../a"),
         (["a", "nowhere"], "found no evaluation.json"),
-        (["a", "b", "--tasks", "gsm8k"], "found no graded task gsm8k (there: aime)"),
-        (["a", "--group", "x", "b"], "found a beside --group"),
-        (["--group", "x", "--group", "y", "b"], "--group: found x, y b; expected NAME EVAL"),
-        (["--group", "x", "a", "b", "c"], "--group twice or more"),
-        (["--group", "x", "a", "--group", "x", "b"], "--group: found x a, x b; expected"),
-        (["--group", "x", "a", "b", "--group", "y", "c"], "found 2 of x, 1 of y; expected"),
-        (["--group", "x", "a", "b", "--group", "y", "c", "d"], "same number of seeds, 3 or more"),
-        (["a", "more_problems"], "more_problems: aime: found other problems than in a: 5 are in one only, such as"),
-        (["more_problems", "a"], "a: aime: found other problems than in more_problems: 5 are in one only"),
-        (["a", "more_samples"], "aime: found 4 samples of each problem; expected 1, as in a"),
+        (["a", "b", "--tasks", "gsm8k"], "a: found no graded task gsm8k (there: aime)"),
+        (["a", "--group", "x", "b"], "EVAL: found a beside --group"),
+        (["--group", "x", "--group", "y", "b"], "--group: found x, y b"),
+        (["--group", "x", "a", "b", "c"], "--group: found x a b c"),
+        (["--group", "x", "a", "--group", "x", "b"], "--group: found x a, x b"),
+        (["--group", "x", "a", "b", "--group", "y", "c"], "--group: found 2 of x, 1 of y"),
+        (["--group", "x", "a", "b", "--group", "y", "c", "d"], "--group: found 2 of x, 2 of y"),
+        (["a", "more_problems"], "more_problems: aime: found 5 problems that only one of them has, such as aime-0012"),
+        (["more_problems", "a"], "a: aime: found 5 problems that only one of them has"),
+        (["a", "more_samples"], "more_samples: aime: found samples of a problem 4 (1)"),
         (["a", "more_tasks"], "a: found no graded task gsm8k (there: aime)"),
         (["more_tasks", "a"], "a: found no graded task gsm8k (there: aime)"),
-        (["a", "sampling"], "  temperature: 0.0 there, 0.6 in a\n  top_k: 20 there, None in a\nexpected the same"),
-        (
-            ["more_tasks", "limits"],
-            "limits: gsm8k: found other sampling or prompts:\n  max_new_tokens: 512 there, 8192",
-        ),
-        (["nothing", "nothing_2"], "nothing: found no graded task; expected one"),
+        (["a", "sampling"], "sampling: aime: found temperature 0.0 (0.6), top_k 20 (None); expected"),
+        (["more_tasks", "limits"], "limits: gsm8k: found max_new_tokens 512 (8192)"),
+        (["nothing", "nothing_2"], "nothing: found no graded task"),
         (["a", "damaged"], "damaged/evaluation.json"),
-        (["a", "damaged_2"], "damaged_2/aime.jsonl: is damaged: found 11 samples of 11 problems; expected 1 of each"),
+        (["a", "damaged_2"], "damaged_2/aime.jsonl: is damaged: found 11 samples of 11 problems"),
         (["a", "damaged_3"], "damaged_3/aime.jsonl: is damaged: found 12 samples of 11 problems"),
     ],
 )

@@ -86,6 +86,41 @@ class Estimate:
     p_value: float | None
 
 
+@dataclass
+class Difference:
+    """A side minus the reference on a task. None: too few or equal values, or not asked of such evaluations."""
+
+    value: float
+    interval: Interval | None
+    """Student's t, over problems for one evaluation per side, else over pairs of seeds."""
+    p_value: float | None
+    holm_p_value: float | None  # adjusted for all differences of a comparison
+    num_better: int  # problems on which the side has more right answers, over all seeds
+    num_worse: int
+    sign_flip_p_value: float | None  # for one evaluation per side; McNemar's with one sample per problem
+    by_seed: list[float]
+    two_way: Estimate | None  # for several seeds: clustered by seed and problem
+
+
+def paired_difference(correct: np.ndarray, expected: np.ndarray) -> Difference:
+    """Compare right answers `[seeds, problems, samples]`, paired by seed and problem."""
+    table = correct.mean(2) - expected.mean(2)
+    counts = correct.sum((0, 2), dtype=int) - expected.sum((0, 2), dtype=int)
+    is_single = len(table) == 1
+    estimate = t_estimate(table[0] if is_single else table.mean(1))
+    return Difference(
+        estimate.value,
+        estimate.interval,
+        estimate.p_value,
+        holm_p_value=None,
+        num_better=int((counts > 0).sum()),
+        num_worse=int((counts < 0).sum()),
+        sign_flip_p_value=sign_flip_p_value(counts) if is_single else None,
+        by_seed=table.mean(1).tolist(),
+        two_way=None if is_single else two_way_estimate(table),
+    )
+
+
 def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """Student's t interval of the mean of independent values: differences between pairs of seeds, or of problems' means
     over samples, which are standard errors clustered by problem (Miller, arXiv 2411.00640)."""

@@ -1,55 +1,85 @@
-"""Read evaluations of the same problems, compare each side with the first, and show it as tables and as JSON."""
+"""`vcore-ds compare`: whether one evaluation is better than another, beyond chance."""
 
+import argparse
+import json
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vcore_ds.commands.report.page import NOTHING, Table
-from vcore_ds.common import statistics
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.statistics import FEWEST_SEEDS, Estimate, Interval
 from vcore_ds.common.text import count
 from vcore_ds.training.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
+if TYPE_CHECKING:
+    from vcore_ds.commands.report.page import Table
+    from vcore_ds.common.statistics import Difference, Interval
+
+HELP = "whether one evaluation is better than another, beyond chance"
+DESCRIPTION = (
+    "Compare evaluations of the same problems: accuracies and paired differences with 95% intervals. Two evaluations "
+    "compare two checkpoints; three or more seeds of each method, given with --group, compare the methods. Needs no "
+    "GPU. docs/evaluation.md says which interval answers which question."
+)
 FEWEST_DIFFERING = 5
 """Differing problems of two evaluations; with fewer the t interval is too narrow
 (docs/reports/comparing-coverage.md)."""
 LARGE_TRUNCATED_SHARE, DIFFERING_TRUNCATED_SHARE = 0.05, 0.02
 """Truncated shares, and differences between them, that cause a warning."""
-_REMEDY = "Evaluate both in the same way"
+FORMAT = 3  # of --json
+WIDTH = 120
+NOTHING = "–"
 
 
-@dataclass(frozen=True, eq=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("evaluations", nargs="*", metavar="EVAL", help="folders of evaluations; the others are compared with the first")
+    group = (
+        "instead of EVAL: a method's evaluations, one per seed, three or more, in the same order in every group "
+        "(--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)"
+    )
+    add("--group", nargs="+", action="append", default=[], metavar=("NAME", "EVAL"), help=group)
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="tasks to compare (default: all)")
+    add("--json", action="store_true", help="print the comparison as JSON")
+    parser.set_defaults(overrides=[])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    # argparse ends a list where an option begins; cli.parse collects the evaluations that follow as overrides.
+    folders, groups = [*arguments.evaluations, *arguments.overrides], arguments.group
+    names = [words[0] for words in groups]
+    if len({*map(os.path.realpath, folders)}) < max(2, len(folders)) and not groups:
+        listed = ", ".join(folders) or "nothing"
+        raise UserError(f"EVAL: found {listed}; expected two or more different evaluations, or --group twice or more")
+    if folders and groups:
+        raise UserError(f"EVAL: found {folders[0]} beside --group; expected one or the other")
+    if groups and (len({*names}) < max(2, len(names)) or min(map(len, groups)) < 2):
+        listed = ", ".join(" ".join(words) for words in groups)
+        raise UserError(f"--group: found {listed}; expected NAME EVAL [EVAL ...] twice or more, with different names")
+    if not groups:
+        root = os.path.commonpath(list(map(os.path.realpath, folders)))
+        groups = [(os.path.relpath(os.path.realpath(folder), root), folder) for folder in folders]
+    sides = read_sides({name: list(map(Path, members)) for name, *members in groups}, arguments.tasks)
+    results = compare(sides)
+    if arguments.json:
+        print(json.dumps(as_dict(sides, results), indent=2, allow_nan=False))
+    else:
+        print(describe(sides, results))
+
+
+@dataclass(frozen=True)
 class Evaluated:
-    """An evaluation's folder; problems in the same order in both dictionaries, by task."""
+    """An evaluation's folder, with whether each sample of each problem is right."""
 
     folder: Path
     evaluation: Evaluation
-    problems: dict[str, list[str]]
-    correct: dict[str, np.ndarray]  # `[problems, samples]`, 0 or 1
+    correct: dict[str, dict[str, list[bool]]]  # by task and problem; problems in the order of their ids
 
 
 Sides = Mapping[str, Sequence[Evaluated]]
-
-
-@dataclass
-class Difference:
-    """A side minus the reference on a task. None: too few or equal values, or not asked of such evaluations."""
-
-    value: float
-    interval: Interval | None
-    """Student's t, over problems for one evaluation per side, else over pairs of seeds."""
-    p_value: float | None
-    holm_p_value: float | None  # adjusted for all differences of the comparison
-    num_better: int  # problems on which the side has more right answers, over all seeds
-    num_worse: int
-    sign_flip_p_value: float | None  # for one evaluation per side; McNemar's with one sample per problem
-    by_seed: list[float]
-    two_way: Estimate | None  # for several seeds: clustered by seed and problem
 
 
 @dataclass(frozen=True)
@@ -62,42 +92,36 @@ class Result:
     num_problems: int
     num_samples_per_problem: int
     accuracy: float
-    interval: Interval | None  # Wilson's for one evaluation, Student's t over seeds for several
+    interval: "Interval | None"  # Wilson's for one evaluation, Student's t over seeds for several
     truncated_share: float
     unanswered_share: float
     mean_tokens: float
-    difference: Difference | None  # from the reference; None for the reference
+    difference: "Difference | None"  # from the reference; None for the reference
 
 
 def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Sides:
     """Read the evaluations of each side, the reference first; all tasks unless `tasks` names some. Raises UserError for
     damaged evaluations, and for those that differ in tasks, problems, sampling or number of samples."""
-    folders = [folder.resolve() for members in groups.values() for folder in members]
-    if len(groups) < 2 or len(set(folders)) < len(folders):
-        raise UserError(
-            f"EVAL: found {', '.join(map(str, folders)) or 'nothing'}; expected two or more different evaluations, or "
-            "--group twice or more"
-        )
     sizes = {len(members) for members in groups.values()}
-    if len(sizes) > 1 or 1 < min(sizes) < FEWEST_SEEDS:
+    if len(sizes) > 1 or sizes == {2}:
         listed = ", ".join(f"{len(members)} of {name}" for name, members in groups.items())
         raise UserError(
-            f"--group: found {listed}; expected one evaluation of each, or the same number of seeds, {FEWEST_SEEDS} or "
-            "more: differences are paired by seed, and fewer say too little about how seeds differ"
+            f"--group: found {listed}; expected one evaluation of each, or the same number of seeds, three or more: "
+            "differences are paired by seed, and fewer say too little about how seeds differ"
         )
     read = {folder: read_evaluation(folder) for members in groups.values() for folder in members}
     names = list(dict.fromkeys(tasks or (name for evaluation in read.values() for name in evaluation.tasks)))
     if not names:
         raise UserError(f"{next(iter(read))}: found no graded task; expected one. Evaluate it with a task")
-    sides = {name: [_read(folder, read[folder], names) for folder in members] for name, members in groups.items()}
-    first, *others = (evaluated for seeds in sides.values() for evaluated in seeds)
-    for evaluated in others:
-        _check_comparable(evaluated, first)
-    return sides
+    evaluated = {folder: _read(folder, evaluation, names) for folder, evaluation in read.items()}
+    first, *others = evaluated.values()
+    for one, task in product(others, names):
+        _check_comparable(one, first, task)
+    return {name: [evaluated[folder] for folder in members] for name, members in groups.items()}
 
 
 def _read(folder: Path, evaluation: Evaluation, tasks: Sequence[str]) -> Evaluated:
-    evaluated = Evaluated(folder, evaluation, {}, {})
+    evaluated = Evaluated(folder, evaluation, {})
     for task in tasks:
         if task not in evaluation.tasks:
             raise UserError(
@@ -105,60 +129,60 @@ def _read(folder: Path, evaluation: Evaluation, tasks: Sequence[str]) -> Evaluat
                 "in every evaluation. Evaluate it there too, or name the tasks to compare with --tasks"
             )
         samples = sorted(read_samples(folder, task), key=lambda sample: (sample.problem_id, sample.sample))
-        problems = evaluated.problems[task] = list(dict.fromkeys(sample.problem_id for sample in samples))
+        problems = evaluated.correct[task] = {}
+        for sample in samples:
+            problems.setdefault(sample.problem_id, []).append(sample.correct)
         num_problems, num_samples = evaluation.tasks[task].num_problems, evaluation.tasks[task].num_samples_per_problem
-        complete = [(problem, k) for problem in problems for k in range(num_samples)]
+        complete = [*product(problems, range(num_samples))]
         if len(problems) != num_problems or [(sample.problem_id, sample.sample) for sample in samples] != complete:
             raise UserError(
                 f"{samples_path(folder, task)}: is damaged: found {len(samples):,} samples of {len(problems):,} "
                 f"problems; expected {num_samples} of each of {num_problems} problems, as evaluation.json says. "
                 "Evaluate again"
             )
-        correct = np.array([sample.correct for sample in samples], dtype=np.float64)
-        evaluated.correct[task] = correct.reshape(num_problems, num_samples)
     return evaluated
 
 
-def _sampling(one: Evaluated, task: str) -> dict[str, Any]:
-    """Return the settings of a task, without the seed: another seed draws from the same distribution."""
-    sampling = one.evaluation.sampling.items()
-    # Values that differ between tasks, such as the limit on new tokens, are stored by task.
-    return {k: v[task] if isinstance(v, dict) and task in v else v for k, v in sampling if k != "seed"}
-
-
-def _check_comparable(one: Evaluated, first: Evaluated) -> None:
+def _check_comparable(one: Evaluated, first: Evaluated, task: str) -> None:
     """Raise UserError unless both answered the same problems in the same way."""
-    for task in first.problems:
-        place, there, here = f"{one.folder}: {task}: found", _sampling(one, task), _sampling(first, task)
-        if keys := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
-            lines = [f"  {key}: {there.get(key)!r} there, {here.get(key)!r} in {first.folder}" for key in keys]
-            raise UserError("\n".join([f"{place} other sampling or prompts:", *lines, f"expected the same. {_REMEDY}"]))
-        if different := set(one.problems[task]) ^ set(first.problems[task]):
-            raise UserError(
-                f"{place} other problems than in {first.folder}: {len(different):,} are in one only, such as "
-                f"{min(different)}; expected the same, because differences are paired by problem. {_REMEDY}"
-            )
-        num_there, num_here = one.correct[task].shape[1], first.correct[task].shape[1]
-        if num_there != num_here:
-            raise UserError(
-                f"{place} {num_there} samples of each problem; expected {num_here}, as in {first.folder}. {_REMEDY}"
-            )
+    (there, problems), (here, expected) = (
+        (_describe_sampling(each, task), each.correct[task]) for each in (one, first)
+    )
+    wrong = [f"{key} {there.get(key)!r} ({here.get(key)!r})" for key in here | there if here.get(key) != there.get(key)]
+    if different := problems.keys() ^ expected.keys():
+        wrong.append(f"{count(len(different), 'problem')} that only one of them has, such as {min(different)}")
+    if wrong:
+        raise UserError(
+            f"{one.folder}: {task}: found {', '.join(wrong)}; expected problems, prompts and sampling of {first.folder}"
+        )
+
+
+def _describe_sampling(one: Evaluated, task: str) -> dict[str, Any]:
+    """Return the settings of a task, without the seed: another seed draws from the same distribution."""
+    samples = {"samples of a problem": one.evaluation.tasks[task].num_samples_per_problem}
+    # Values that differ between tasks, such as the limit on new tokens, are stored by task.
+    items = ((k, v[task] if isinstance(v, dict) and task in v else v) for k, v in one.evaluation.sampling.items())
+    return samples | {key: value for key, value in items if key != "seed"}
 
 
 def compare(sides: Sides) -> list[Result]:
     """Compare each side with the first; return a result for each task and side."""
+    import numpy as np
+
+    from vcore_ds.common import statistics
+
     reference = next(iter(sides.values()))
     results = []
     for task in reference[0].correct:
-        expected = np.stack([one.correct[task] for one in reference])
+        tables = {name: np.array([[*one.correct[task].values()] for one in seeds]) for name, seeds in sides.items()}
+        expected, *_ = tables.values()
         for name, seeds in sides.items():
-            correct = np.stack([one.correct[task] for one in seeds])
-            read = [one.evaluation.tasks[task] for one in seeds]
-            lengths = [(one.truncated_share, one.unanswered_share, one.mean_tokens) for one in read]
+            correct, read = tables[name].astype(np.float64), [one.evaluation.tasks[task] for one in seeds]
+            shares = [(one.truncated_share, one.unanswered_share, one.mean_tokens) for one in read]
             by_seed = statistics.t_estimate(correct.mean((1, 2)))
             interval = by_seed.interval if len(seeds) > 1 else statistics.accuracy_interval(correct[0])
-            difference = None if seeds is reference else _difference(correct, expected)
-            values = (float(correct.mean()), interval, *np.mean(lengths, axis=0).tolist(), difference)
+            difference = None if seeds is reference else statistics.paired_difference(correct, expected)
+            values = (float(correct.mean()), interval, *np.mean(shares, axis=0).tolist(), difference)
             results.append(Result(task, name, *correct.shape, *values))
     tested = [one.difference for one in results if one.difference is not None and one.difference.p_value is not None]
     for difference, p_value in zip(tested, statistics.holm([one.p_value or 0.0 for one in tested]), strict=True):
@@ -166,28 +190,9 @@ def compare(sides: Sides) -> list[Result]:
     return results
 
 
-def _difference(correct: np.ndarray, expected: np.ndarray) -> Difference:
-    """Compare right answers `[seeds, problems, samples]`."""
-    table = correct.mean(2) - expected.mean(2)
-    counts = (correct - expected).sum((0, 2)).round().astype(int)
-    is_single = len(table) == 1
-    estimate = statistics.t_estimate(table[0] if is_single else table.mean(1))
-    return Difference(
-        estimate.value,
-        estimate.interval,
-        estimate.p_value,
-        holm_p_value=None,
-        num_better=int((counts > 0).sum()),
-        num_worse=int((counts < 0).sum()),
-        sign_flip_p_value=statistics.sign_flip_p_value(counts) if is_single else None,
-        by_seed=table.mean(1).tolist(),
-        two_way=None if is_single else statistics.two_way_estimate(table),
-    )
-
-
 def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
     reference, first = next(iter(sides.items()))
-    for task in first[0].problems:
+    for task in first[0].correct:
         shares = {one.side: one.truncated_share for one in results if one.task == task}
         listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
         if max(shares.values()) - min(shares.values()) >= DIFFERING_TRUNCATED_SHARE:
@@ -206,15 +211,6 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
         models = [evaluated.evaluation.model for evaluated in seeds]
         if repeated := [str(one.folder) for one in seeds if models.count(one.evaluation.model) > 1]:
             yield f"{name}: {', '.join(repeated)} are of the same model. Give an evaluation of each training seed"
-        for evaluated in seeds:
-            there, here = evaluated.evaluation.versions, first[0].evaluation.versions
-            if keys := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
-                listed = ", ".join(f"{key} {there.get(key)} ({here.get(key)})" for key in keys)
-                yield f"{evaluated.folder}: was made with other versions than {first[0].folder}: {listed}"
-
-
-FORMAT = 3
-WIDTH = 120
 
 
 def as_dict(sides: Sides, results: Sequence[Result]) -> dict[str, Any]:
@@ -235,7 +231,7 @@ def describe(sides: Sides, results: Sequence[Result]) -> str:
     has_seeds, num_differences = results[0].num_seeds > 1, sum(result.difference is not None for result in results)
     about = (
         "Differences and p are about these checkpoints on problems like these (Student's t), not about the methods "
-        f"that trained them: for methods train {FEWEST_SEEDS} seeds or more of each, and use --group."
+        "that trained them: for methods train three seeds or more of each, and use --group."
     )
     if has_seeds:
         about = (
@@ -251,8 +247,10 @@ def describe(sides: Sides, results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, *(f"warning: {warning}" for warning in find_warnings(sides, results))])
 
 
-def _make_table(results: Sequence[Result]) -> Table:
+def _make_table(results: Sequence[Result]) -> "Table":
     """The sides on a task, with their paired differences from the first."""
+    from vcore_ds.commands.report.page import Table
+
     first, *_ = results
     has_seeds = first.num_seeds > 1
     counts = [count(first.num_problems, "problem"), f"{count(first.num_samples_per_problem, 'sample')} of each"]
@@ -275,7 +273,7 @@ def _make_table(results: Sequence[Result]) -> Table:
     return Table(caption, [*head, "truncated", "tokens"], rows)
 
 
-def _interval(interval: Interval | None, sign: str = "+") -> str:
+def _interval(interval: "Interval | None", sign: str = "+") -> str:
     return NOTHING if interval is None else f"[{100 * interval[0]:{sign}.1f}, {100 * interval[1]:{sign}.1f}]"
 
 
