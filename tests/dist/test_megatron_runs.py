@@ -17,7 +17,6 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.token_records import assert_same_followed
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.fidelity import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
@@ -118,8 +117,9 @@ def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[s
         engine.close()
     for precision in FIDELITY:
         recipe = make_recipe(folder, f"fidelity_{precision}_{kind}", **_with_precision(sections, precision))
-        options = FidelityOptions(3, epsilons=(0.1,))
-        results[f"fidelity, {precision}"] = measure_fidelity(recipe, options)
+        results[f"fidelity, {precision}"] = measure_fidelity(
+            recipe, num_sequences=3, epsilons=[0.1], ranks=[16, 64, 128]
+        )
     return results
 
 
@@ -221,12 +221,12 @@ def test_fidelity_equals_that_of_hugging_faces_layers(untrained, precision):
     assert parallel.utility_std == pytest.approx(alone.utility_std, rel=1e-5 if precision == "fp32" else 2e-2)
     both = [one for one in alone.estimators if "FP8" not in one.estimator]
     for ours, theirs in zip(parallel.estimators, both, strict=True):
-        assert ours.agreement.spearman == pytest.approx(theirs.agreement.spearman, abs=1e-3)
-    assert parallel.estimators[0].agreement.spearman > 0.99
+        assert ours.spearman == pytest.approx(theirs.spearman, abs=1e-3)
+    assert parallel.estimators[0].spearman > 0.99
     # Each tensor-parallel rank factorizes its own shards, so a low rank keeps more there; the largest keeps everything.
     for ours, theirs in zip(parallel.low_ranks, alone.low_ranks, strict=True):
-        assert ours.energy > theirs.energy - 0.01 and ours.agreement.spearman > 0.9
-    assert parallel.low_ranks[-1].agreement.spearman > 0.9999
+        assert ours.energy > theirs.energy - 0.01 and ours.spearman > 0.9
+    assert parallel.low_ranks[-1].spearman > 0.9999
 
 
 def test_followed_traces_equal_those_of_hugging_faces_layers(runs):

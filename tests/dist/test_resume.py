@@ -534,7 +534,7 @@ def train_by_fidelity_command(folder: Path, name: str) -> list[str]:
         feed = build_feed(recipe.method, recipe.probe, plan, training, reader.pad_token_id, seed=recipe.run.seed)
         engine = build_engine(settings, deepspeed_config(settings, plan))
         schedule = derive_schedule(recipe.schedule, recipe.optimizer.learning_rate, len(training), 1)
-        steps = train_steps(engine, recipe, feed, schedule, say=lambda line: None)
+        steps = train_steps(engine, recipe, feed, schedule)
         assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS
         outcomes = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()

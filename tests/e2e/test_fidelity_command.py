@@ -87,4 +87,4 @@ def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_pa
     assert "Low-rank direction" in output_text
 
     again = run_fidelity(arguments, tmp_path / "again.log", code=2)
-    assert f"--output: {output}: holds a fidelity.json already" in again
+    assert f"--output: {output}/fidelity.json: is there already" in again

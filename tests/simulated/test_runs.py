@@ -20,7 +20,6 @@ from tests.helpers.simulated_cuda.ranks import run_launches
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.fidelity import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.config.schema import Recipe
 
@@ -144,9 +143,8 @@ def train_alone(folder: Path) -> dict[str, Any]:
     resumed_runs.run_until(stopped, STOP)
     results["full, resumed"] = read_compared_metrics(resumed_runs.run_to_end(stopped))
     export_run(folder / "runs" / "simulated full", output=folder / "exported")
-    options = FidelityOptions(2, epsilons=(), ranks=())
     results["fidelity"] = (
-        measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
+        measure_fidelity(make_recipe(folder, "fidelity", {}), num_sequences=2, epsilons=[]).estimators[0].spearman
     )
     return results
 

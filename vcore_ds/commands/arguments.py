@@ -47,6 +47,7 @@ def _parser(kind: type[Number], expected: str, is_valid: Callable[[Number], bool
 
 
 positive = _parser(int, f"a whole number from 1 to {LARGEST_COUNT:,}", lambda number: 1 <= number <= LARGEST_COUNT)
+not_negative = _parser(int, f"a whole number from 0 to {LARGEST_COUNT:,}", lambda number: 0 <= number <= LARGEST_COUNT)
 positive_number = _parser(float, "a number above 0", lambda number: 0 < number < math.inf)
 temperature = _parser(float, "a number of at least 0", lambda number: 0 <= number < math.inf)
 share = _parser(float, "a number above 0, at most 1", lambda number: 0 < number <= 1)
