@@ -26,9 +26,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.score import compute
-from vcore_ds.commands.score.inputs import read_inputs
-from vcore_ds.commands.score.tables import PassFiles
+from vcore_ds.commands.score import compute, read_inputs
+from vcore_ds.commands.score.results import ScoringPass
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
@@ -184,7 +183,7 @@ def refuse_too_little_memory(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(start_checks, "available_memory_bytes", lambda: 2**10)
         patched.delattr(compute, "build_engine")
-        scoring = compute.Scoring(inputs, unfinished, SMALL_CHUNKS)
+        scoring = compute.Scoring(inputs, unfinished)
         with pytest.raises(UserError, match=r"memory: found .* GiB of host memory for each rank") as caught:
             scoring.run()  # `score` would end this rank
     (num_tokens,) = re.findall(r"([\d,]+) tokens in a micro-batch", str(caught.value))
@@ -194,11 +193,10 @@ def refuse_too_little_memory(folder: Path) -> None:
 def kill_and_resume(folder: Path) -> None:
     """Score in small chunks without an interruption, and with a kill in the second set, after which the same command
     names its sets in another order."""
-    case, add, build_engine, engines = CASES[1]["packed"], PassFiles.add, compute.build_engine, []
-    compute.score(read_case(folder, case, folder / "scores" / "straight"), chunk_tokens_per_rank=SMALL_CHUNKS)
+    case, add, build_engine, engines = CASES[1]["packed"], ScoringPass.add, compute.build_engine, []
     written: list[int] = []
 
-    def add_and_raise(self: PassFiles, sequences: list) -> None:
+    def add_and_raise(self: ScoringPass, sequences: list) -> None:
         add(self, sequences)
         written.append(len(sequences))
         if len(written) == 5:
@@ -208,16 +206,17 @@ def kill_and_resume(folder: Path) -> None:
         engines.append(build_engine(*arguments))
         return engines[-1]
 
-    compute.build_engine, PassFiles.add = build, add_and_raise
-    interrupted = read_case(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compute, "CHUNK_TOKENS_PER_RANK", SMALL_CHUNKS)
+        compute.score(read_case(folder, case, folder / "scores" / "straight"))
+        patched.setattr(compute, "build_engine", build)
+        patched.setattr(ScoringPass, "add", add_and_raise)
+        interrupted = read_case(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
         with pytest.raises(Killed):
-            compute.score(interrupted, chunk_tokens_per_rank=SMALL_CHUNKS)
+            compute.score(interrupted)
         engines[0].close()
         assert not interrupted.output.exists()
-        compute.score(read_case(folder, case, interrupted.output), chunk_tokens_per_rank=SMALL_CHUNKS)
-    finally:
-        compute.build_engine, PassFiles.add = build_engine, add
+        compute.score(read_case(folder, case, interrupted.output))
     assert sum(written) == 2 * 30, "a sequence was scored twice"
 
 

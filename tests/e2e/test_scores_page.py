@@ -10,7 +10,7 @@ from tests.helpers import tiny
 from tests.helpers.browser import open_page
 from tests.helpers.scores import write_scores_folder
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
-from vcore_ds.commands.score.page import write_page
+from vcore_ds.commands.score.results import write_page
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.data.tokenization import TokenizedSequence
 
@@ -101,13 +101,3 @@ def test_the_viewer_shows_the_best_and_the_worst_traces(browser: "Browser", fold
         tokens.locator("[tabindex='0']").focus()
         page.keyboard.press("ArrowRight")
         assert "place" in page.locator("#tip").inner_text()
-
-
-def test_the_page_without_a_tokenizer_lacks_only_the_tokens(browser: "Browser", folder: Path) -> None:
-    model = folder.parent / "model"
-    model.rename(folder.parent / "moved")
-    write_page(folder)
-    with open_page(browser, folder / "scores.html") as page:
-        assert page.locator("#viewer").inner_text().startswith("The tokens are not shown: ")
-        assert page.locator("#histograms svg").count() == 4
-    (folder.parent / "moved").rename(model)

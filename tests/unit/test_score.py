@@ -3,10 +3,8 @@
 import base64
 import gzip
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,16 @@ from tests.helpers.recipes import smallest_recipe
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.report.tokens import TokenTexts
-from vcore_ds.commands.score.inputs import describe_inputs, read_inputs
-from vcore_ds.commands.score.page import ENDS, ShownTokens, encode_scored
-from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
+from vcore_ds.commands.score import ScoreInputs, read_inputs
+from vcore_ds.commands.score.compute import describe_inputs
+from vcore_ds.commands.score.results import (
+    ENDS,
+    ScoredSequence,
+    ScoringPass,
+    ShownTokens,
+    encode_scored,
+    write_results,
+)
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
 from vcore_ds.data.prepare.convert import PrepareRequest
@@ -36,6 +41,9 @@ from vcore_ds.data.scores_folder import (
 from vcore_ds.data.store import TokenStore, write_store
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
+
+TRUSTED = ["data.probe_path=trusted.jsonl"]
+DIFFERENCES = ["utility.estimator=finite_difference", "utility.epsilon=0.01"]
 
 
 @pytest.fixture
@@ -60,96 +68,70 @@ def run(tmp_path: Path, recipe: Path) -> Path:
     return folder
 
 
-def test_a_second_selection_is_recognized(run: Path, recipe: Path) -> None:
-    words = ["data.probe_path=t.jsonl"]
-    assert not read_inputs(str(run), words, [], None, None).trained_on_selection
-    selected = [*words, "data.keep.scores=runs/scores/x", "data.keep.top=0.5"]
-    assert read_inputs(str(run), selected, [], None, None).trained_on_selection
-    assert not read_inputs(str(recipe), selected, [], None, None).trained_on_selection
+def read(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: str | None = None) -> ScoreInputs:
+    return read_inputs(str(target), [*TRUSTED, *overrides], sets, checkpoint, None)
 
 
-TRUSTED = ["data.probe_path=trusted.jsonl"]
-Refuse = Callable[..., str]
+@pytest.mark.parametrize(
+    ("target", "overrides", "sets", "checkpoint", "message"),
+    [
+        ("mine.yaml", ["data.probe_path=null"], [], None, "data.probe_path: found null"),
+        ("mine.yaml", [], ["trusted.jsonl"], None, "--set: found trusted.jsonl; expected NAME=PATH"),
+        ("mine.yaml", [], ["a b=trusted.jsonl"], None, "--set: found a b=trusted.jsonl"),
+        ("mine.yaml", [], ["a="], None, "--set: found a=;"),
+        ("mine.yaml", [], ["a=x.jsonl", "a=y.jsonl"], None, "--set: found a=y.jsonl"),
+        ("mine.yaml", DIFFERENCES, [], None, "utility.estimator: found finite_difference; expected jvp"),
+        ("mine.yaml", [], [], "step_00000002", "--checkpoint: found step_00000002 together with a recipe"),
+        ("run", [], [], "step_00000005", "expected step_00000005; found step_00000002, step_00000004"),
+        ("run", [], [], "all", "RUN: run: found no learning rate of step 2"),
+        ("run/checkpoints", [], [], None, "RUN: run/checkpoints: found no recipe.yaml"),
+    ],
+)
+def test_a_request_that_cannot_be_scored_is_refused(
+    target: str,
+    overrides: list[str],
+    sets: list[str],
+    checkpoint: str | None,
+    message: str,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run.parent)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    with pytest.raises(UserError) as caught:
+        read_inputs(target, [*TRUSTED, *overrides], sets, checkpoint, None)
+    assert message in str(caught.value)
 
 
-@pytest.fixture
-def read_refusal(tmp_path: Path) -> Refuse:
-    """The message that a request ends in."""
-
-    def read_refusal(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: str | None = None) -> str:
-        with pytest.raises(UserError) as caught:
-            read_inputs(str(target), overrides, sets, checkpoint, tmp_path / "new")
-        return str(caught.value)
-
-    return read_refusal
+def test_an_existing_output_is_refused(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--output: {tmp_path}: is there already"):
+        read_inputs(str(recipe), TRUSTED, [], None, tmp_path)
 
 
-def test_a_request_without_a_trusted_set_is_refused(read_refusal: Refuse, recipe: Path) -> None:
-    message = read_refusal(recipe)
-    assert message.startswith("data.probe_path: found null; expected a trusted set") and "--set NAME=PATH" in message
-
-
-@pytest.mark.parametrize("sets", [("trusted.jsonl",), ("a b=trusted.jsonl",), ("a=",), ("a=x.jsonl", "a=y.jsonl")])
-def test_sets_need_valid_and_distinct_names(read_refusal: Refuse, recipe: Path, sets: tuple[str, ...]) -> None:
-    assert read_refusal(recipe, sets=sets).startswith(f"--set: found {sets[-1]}; expected NAME=PATH")
-
-
-def test_finite_differences_are_refused(read_refusal: Refuse, recipe: Path) -> None:
-    message = read_refusal(recipe, *TRUSTED, "utility.estimator=finite_difference", "utility.epsilon=0.01")
-    assert message.startswith("utility.estimator: found finite_difference; expected jvp")
-    read_inputs(str(recipe), [*TRUSTED, "methods/sft.yaml"], [], None, recipe.with_name("new"))
-
-
-def test_missing_checkpoints_are_refused(read_refusal: Refuse, recipe: Path, run: Path) -> None:
-    assert "together with a recipe" in read_refusal(recipe, *TRUSTED, checkpoint="step_00000002")
-    message = read_refusal(run, *TRUSTED, checkpoint="step_00000005")
-    assert (
-        message.startswith("--checkpoint: ") and "expected step_00000005; found step_00000002, step_00000004" in message
-    )
-    assert "found no recipe.yaml" in read_refusal(run / "checkpoints", *TRUSTED)
-
-
-def test_an_existing_output_is_refused(read_refusal: Refuse, recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    assert read_refusal(recipe, *TRUSTED).startswith(f"--output: {tmp_path / 'new'}: is there already")
-
-
-def test_named_sets_replace_the_trusted_set_of_the_recipe(recipe: Path, tmp_path: Path) -> None:
-    unnamed = read_inputs(str(recipe), TRUSTED, [], None, None)
+def test_named_sets_replace_the_trusted_set_of_the_recipe(recipe: Path) -> None:
+    unnamed = read(recipe)
     assert unnamed.sets == {"trusted": "trusted.jsonl"} and unnamed.checkpoints == []
     assert unnamed.output == Path("runs/scores/mine")
-    by_name = read_inputs("qwen3_1.7b_math_lora", TRUSTED, [], None, None)
-    assert by_name.output == Path("runs/scores/qwen3_1.7b_math_lora")
-    named = read_inputs(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
+    assert read(Path("qwen3_1.7b_math_lora")).output == Path("runs/scores/qwen3_1.7b_math_lora")
+    named = read(recipe, sets=("a=x.jsonl", "b=with=sign.jsonl"))
     assert named.sets == {"a": "x.jsonl", "b": "with=sign.jsonl"}
 
 
 def test_checkpoints_are_weighted_by_the_mean_learning_rate_of_their_steps(run: Path) -> None:
-    newest = read_inputs(str(run), TRUSTED, [], None, None)
+    newest = read(run)
     assert newest.checkpoints == [ScoredCheckpoint(str(run), 4, 1.0)]
     assert newest.output == Path("runs/scores/run") and newest.recipe.run.output_dir == str(run)
-    every = read_inputs(str(run), TRUSTED, [], "all", None)
+    every = read(run, checkpoint="all")
     assert every.checkpoints == [ScoredCheckpoint(str(run), 2, 1.5 / 8), ScoredCheckpoint(str(run), 4, 3.5 / 8)]
 
 
-def test_a_run_without_the_learning_rates_of_its_steps_is_refused(read_refusal: Refuse, run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
-    assert "found no learning rate of step 2" in read_refusal(run, *TRUSTED, checkpoint="all")
-
-
-def test_finite_differences_of_a_method_without_utilities_are_ignored(recipe: Path) -> None:
-    """MoE models refuse finite differences only where utilities are computed."""
-    overrides = ["methods/sft.yaml", "utility.estimator=finite_difference", "utility.epsilon=0.01"]
-    scored = read_inputs(str(recipe), [*TRUSTED, *overrides], [], None, None).recipe
-    assert scored.utility.estimator == "jvp"
-
-
-def test_moments_are_kept_only_where_the_direction_needs_them(recipe: Path, run: Path) -> None:
-    adam = [*TRUSTED, "probe.direction=adam"]
-    assert read_inputs(str(recipe), adam, [], None, None).recipe.optimizer.name == "sgd"
-    assert read_inputs(str(run), TRUSTED, [], None, None).recipe.optimizer.name == "sgd"
-    assert read_inputs(str(run), adam, [], None, None).recipe.optimizer.name == "adamw"
+def test_the_recipe_keeps_what_its_direction_needs(recipe: Path, run: Path) -> None:
+    assert read(recipe, "probe.direction=adam").recipe.optimizer.name == "sgd"
+    assert read(run).recipe.optimizer.name == "sgd"
+    assert read(run, "probe.direction=adam").recipe.optimizer.name == "adamw"
+    # MoE models refuse finite differences only where utilities are computed.
+    assert read(recipe, "methods/sft.yaml", *DIFFERENCES).recipe.utility.estimator == "jvp"
 
 
 # ---- identity ------------------------------------------------------------------------------------------------------
@@ -160,14 +142,10 @@ ADAM = ("probe.direction=adam", "probe.clip=1.0")
 def describe_identity(
     target: Path, *overrides: str, checkpoint: str | None = "all", sets: tuple[str, ...] = ("a=x.jsonl", "b=y.jsonl")
 ) -> dict[str, Any]:
-    """Identity of a scoring's inputs; the digests of its sets and data are their paths."""
-    inputs = read_inputs(str(target), [*TRUSTED, *overrides], sets, checkpoint, None)
-    data = replace(DESCRIPTION.data, digest=inputs.recipe.data.train_path)
-    stores = {name: SimpleNamespace(digest=path) for name, path in inputs.sets.items()}
-    passes = [(name, stores[name], checkpoint) for checkpoint in inputs.checkpoints or [None] for name in stores]
-    return describe_inputs(
-        inputs.recipe, replace(DESCRIPTION, data=data), {"zero_optimization": {"stage": 3}, "bf16": {}}, passes
-    )
+    """Identity of a scoring's inputs; the digests of its sets are their paths."""
+    inputs = read(target, *overrides, sets=sets, checkpoint=checkpoint)
+    description = replace(DESCRIPTION, checkpoints=inputs.checkpoints)
+    return describe_inputs(inputs.recipe, description, {"zero_optimization": {"stage": 3}, "bf16": {}}, inputs.sets)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +158,6 @@ def describe_identity(
         "model.attention=sdpa",
         "model.precision=fp32",
         "method.normalization=token",
-        "data.train_path=other",
         "data.cutoff_length=77",
         "batch.pack_tokens_per_rank=64",
         "batch.sequence_parallel=1",
@@ -192,7 +169,7 @@ def test_unfinished_work_is_not_resumed_with_another_recipe(run: Path, override:
     key = override.partition("=")[0]
     differences = describe_differences(describe_identity(run, *ADAM), describe_identity(run, *ADAM, override))
     assert key == "lora" or len(differences.splitlines()) == 1, differences
-    assert ("data.digest" if key == "data.train_path" else key) in differences
+    assert key in differences
 
 
 def test_unfinished_work_is_not_resumed_with_other_passes(run: Path) -> None:
@@ -200,9 +177,9 @@ def test_unfinished_work_is_not_resumed_with_other_passes(run: Path) -> None:
         return bool(describe_differences(there, describe_identity(run, *ADAM, **changes)))
 
     there = describe_identity(run, *ADAM)
-    assert not differs()
-    assert differs(sets=("b=y.jsonl", "a=x.jsonl")) and differs(sets=("a=x.jsonl",))
-    assert differs(sets=("a=y.jsonl", "b=x.jsonl")) and differs(checkpoint="step_00000004")
+    assert not differs() and not differs(sets=("b=y.jsonl", "a=x.jsonl"))
+    assert differs(sets=("a=x.jsonl",)) and differs(sets=("a=y.jsonl", "b=x.jsonl"))
+    assert differs(checkpoint="step_00000004")
     (run / "checkpoints" / "step_00000002" / "COMPLETE").write_text("digest of a run that was trained again")
     assert differs()
 
@@ -230,7 +207,7 @@ DESCRIPTION = Scores(ScoredData("p", "d", NUM_SEQUENCES, "t", "c", 1), "m", "d",
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     counts = {"rows": NUM_SEQUENCES + 21, "dropped": {"longer than 128 tokens": 21}}
-    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES), make_tokenizer(), counts=counts)
+    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES, 256), make_tokenizer(), counts=counts)
     make_tokenizer().save_pretrained(tmp_path / "model")  # which the page reads tokens with
     return TokenStore(tmp_path / "store")
 
@@ -242,18 +219,19 @@ def test_tables_sum_the_measurements_of_the_passes(tmp_path: Path, store: TokenS
     work, parts, passes = tmp_path / "out.unfinished", np.cumsum(sizes)[:-1], []
     work.mkdir()
     for number, (losses, utilities) in enumerate(values):
-        passes.append(PassFiles(work, number))
+        checkpoint = ScoredCheckpoint("run", number, weights[number])
+        passes.append(ScoringPass(work / str(number), "good", checkpoint))
         passes[-1].write_set(1.0 + number, 2.0 + number)
         sequences = list(map(ScoredSequence, range(50), np.split(losses, parts), np.split(utilities, parts)))
         for some in (sequences[30:], sequences[:30]):  # in two files, in another order
             passes[-1].add(some)
         assert passes[-1].read_positions() == set(range(50))
-    inputs = {"good": ScoredSet("good.jsonl", store, list(zip(weights, passes, strict=True)))}
-    scores = write_tables(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
-    assert read_scores(tmp_path / "out") == scores
+    description = replace(DESCRIPTION, model=str(tmp_path / "model"))
+    text = write_results(work, tmp_path / "out", store, {"good": ("good.jsonl", store)}, passes, description)
+    scores = read_scores(tmp_path / "out")
+    assert replace(scores, sets={}) == description
     assert (scores.sets["good"].num_rows, scores.sets["good"].dropped) == (71, {"longer than 128 tokens": 21})
-    sentence = "50 of 71 rows of good.jsonl are used as the trusted set good; dropped: 21 longer than 128 tokens."
-    assert sentence in (tmp_path / "out" / "scores.html").read_text()
+    assert "Trusted sets" in text and "Mean utility for good" in text and "Point at a bar" not in text
 
     exact = np.tensordot(weights, values[:, 1].astype(np.float64), 1)
     sums = np.array([part.sum() for part in np.split(exact, parts)])
@@ -305,7 +283,7 @@ def test_tokens_on_the_page_are_exact_also_where_most_belong_to_prompts() -> Non
 
 
 def test_a_pass_without_the_file_of_its_set_has_no_positions(tmp_path: Path) -> None:
-    files = PassFiles(tmp_path, 0)
+    files = ScoringPass(tmp_path, "good", None)
     files.add([ScoredSequence(3, np.ones(2, np.float32), np.ones(2, np.float32))])
     assert files.read_positions() == set()
     files.write_set(1.0, 1.0)

@@ -19,14 +19,14 @@ from vcore_ds.data.store import TokenStore, check_contents, describe_tokenizer, 
 from vcore_ds.data.tokenization import TokenizedSequence
 
 
-def make_sequences(num_sequences: int = 7) -> list[TokenizedSequence]:
+def make_sequences(num_sequences: int = 7, num_ids: int = 151_936) -> list[TokenizedSequence]:
     random = np.random.default_rng(3)
     sequences = []
     for i in range(num_sequences):
         length = int(random.integers(4, 30))
         supervised = np.arange(length) >= length // 2
         in_answer = np.arange(length) == length - 2
-        ids = random.integers(0, 151_936, length).astype(np.int32)
+        ids = random.integers(0, num_ids, length).astype(np.int32)
         sequences.append(TokenizedSequence(3 * i + 1, ids, supervised, in_answer))
     return sequences
 

@@ -20,13 +20,13 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_score import DESCRIPTION
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
+from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, write_results
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data import scores_folder
 from vcore_ds.data.batches import IGNORED_LABEL, pack
 from vcore_ds.data.dataset import ChangedDataset
-from vcore_ds.data.scores_folder import StoredWeights
+from vcore_ds.data.scores_folder import ScoredCheckpoint, StoredWeights
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.training.weighting import token_weights
 
@@ -36,7 +36,7 @@ BUDGET = 0.02
 
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
-    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES), make_tokenizer())
+    write_store(tmp_path / "store", make_sequences(NUM_SEQUENCES, 256), make_tokenizer())
     make_tokenizer().save_pretrained(tmp_path / "model")  # which the page reads tokens with
     return TokenStore(tmp_path / "store")
 
@@ -54,13 +54,12 @@ def scores(tmp_path: Path, store: TokenStore, utilities: list[np.ndarray], monke
     monkeypatch.setattr(scores_folder, "ROW_GROUP_TOKENS", 200)
     work, passes = tmp_path / "scores.unfinished", []
     work.mkdir()
-    for number in range(2):
-        passes.append(PassFiles(work, number))
+    for number, weight in enumerate((0.25, 2.0)):
+        passes.append(ScoringPass(work / str(number), "good", ScoredCheckpoint("run", number, weight)))
         passes[-1].write_set(1.0, 1.0)
         sequences = [ScoredSequence(i, np.ones(len(u[number]), np.float32), u[number]) for i, u in enumerate(utilities)]
         for part in (sequences[30:], sequences[:30]):
             passes[-1].add(part)
-    inputs = {"good": ScoredSet("good.jsonl", store, list(zip((0.25, 2.0), passes, strict=True)))}
     manifest = store.manifest["tokenizer"]
     data = replace(
         DESCRIPTION.data,
@@ -70,7 +69,8 @@ def scores(tmp_path: Path, store: TokenStore, utilities: list[np.ndarray], monke
         chat_template_hash=manifest["chat_template_hash"],
     )
     description = replace(DESCRIPTION, data=data, model=str(tmp_path / "model"))
-    write_tables(work, tmp_path / "scores", store, inputs, description, all_tokens=True)
+    sets = {"good": ("good.jsonl", store)}
+    write_results(work, tmp_path / "scores", store, sets, passes, description, all_tokens=True)
     return tmp_path / "scores"
 
 

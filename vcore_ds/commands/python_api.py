@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from vcore_ds.commands.score import read_inputs
 from vcore_ds.commands.score.compute import score as run_scoring
-from vcore_ds.commands.score.inputs import read_inputs
 from vcore_ds.config.load import list_overrides, load_recipe
 from vcore_ds.distributed.device import local_rank, uses_gpu
 from vcore_ds.training.run import RunResult

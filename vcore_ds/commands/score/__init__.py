@@ -1,10 +1,22 @@
 """`vcore-ds score`: the influence of each training trace on a target set of trusted traces."""
 
 import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vcore_ds.commands.arguments import add_again, add_overrides
+from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import lasting_imports
+from vcore_ds.common.paths import reading, refuse_existing
+from vcore_ds.config import sections
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.schema import Recipe
+
+if TYPE_CHECKING:
+    from vcore_ds.data.scores_folder import ScoredCheckpoint
 
 HELP = "score training traces by their influence on a target set"
 DESCRIPTION = (
@@ -38,12 +50,133 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_again(parser)
 
 
-def main(arguments: argparse.Namespace) -> None:
-    from vcore_ds.commands.score.inputs import read_inputs
+NEW_FOLDER = "a new folder that can be written"
+_ONLY_SET = "trusted"  # name of the set at data.probe_path
+_SET = re.compile(r"(\w{1,64})=(.+)")
 
+
+def main(arguments: argparse.Namespace) -> None:
     named = (arguments.target, arguments.overrides, arguments.sets, arguments.checkpoint, arguments.output)
     inputs = read_inputs(*named, again=arguments.again, all_tokens=arguments.tokens == "all")
     with lasting_imports():
         from vcore_ds.commands.score.compute import score
 
     score(inputs)
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """The data, weights and directions to score with."""
+
+    recipe: Recipe  # `run.output_dir` is the run's present folder
+    sets: dict[str, str]
+    checkpoints: "list[ScoredCheckpoint]"  # in ascending order of steps; empty for the base model
+    output: Path
+    again: bool = False
+    all_tokens: bool = False  # write the utilities of all tokens, not only of the best and worst traces'
+
+
+def read_inputs(
+    target: str,
+    overrides: Sequence[str],
+    sets: Sequence[str],
+    checkpoint: str | None,
+    output: Path | None,
+    again: bool = False,
+    all_tokens: bool = False,
+) -> ScoreInputs:
+    """Check the command's arguments, and read what they name, before torch is imported. Raises UserError where the
+    recipe, the run, the checkpoint, a set or the output cannot be used."""
+    from vcore_ds.training.run_folder import RECIPE
+
+    run = Path(target) if Path(target).is_dir() else None
+    if run is not None and not (run / RECIPE).is_file():
+        raise UserError(f"RUN: {run}: found no {RECIPE} there; expected a recipe, or a run's folder (run.output_dir)")
+    if run is None and checkpoint is not None:
+        raise UserError(f"--checkpoint: found {checkpoint} together with a recipe; expected a run's folder (RUN)")
+    recipe = load_recipe(target if run is None else run / RECIPE, overrides)
+    if recipe.method.uses_utilities and recipe.utility.estimator != "jvp":
+        raise UserError(
+            "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, by forward-mode "
+            "differentiation. Add utility.estimator=jvp utility.epsilon=null"
+        )
+    path_of_set: dict[str, str] = {}
+    for word in sets:
+        match = _SET.fullmatch(word)
+        if match is None or match[1] in path_of_set:
+            raise UserError(
+                f"--set: found {word}; expected NAME=PATH, with a unique NAME of at most 64 letters, digits and _"
+            )
+        path_of_set[match[1]] = match[2]
+    if not path_of_set:
+        if recipe.data.probe_path is None:
+            raise UserError(
+                "data.probe_path: found null; expected a trusted set: traces that are known to be right, a few are "
+                "enough. Add data.probe_path=PATH, or --set NAME=PATH for each of several sets"
+            )
+        path_of_set = {_ONLY_SET: recipe.data.probe_path}
+    if output is None:
+        output = Path("runs", "scores", Path(target).name.removesuffix(".yaml") if run is None else run.resolve().name)
+    refuse_existing(output, NEW_FOLDER)
+    checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
+    approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
+    scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
+    return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, all_tokens)
+
+
+def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> Recipe:
+    """The recipe, changed to take directions of complete trusted sets, whatever its method. What scoring does not use
+    gets a fixed value, because the recipe is part of the inputs' identity (`describe_inputs`). `approximates`:
+    whether to keep `probe.rank`, which a training accepts for its speed; scores are exact unless asked."""
+    has_moments = run is not None and recipe.probe.direction != "sgd"
+    probe = {"batch_size": "all", "every": 1} | ({} if approximates else {"rank": None, "rank_passes": 1})
+    unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path")
+    data = {"trusted_share": 0.0, "trusted_overlap": "drop", **dict.fromkeys(unused)}
+    changes = {
+        "method": sections.MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
+        "utility": sections.UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
+        # Clipping scales all utilities alike. The optimizer's Jacobian needs it: moments are of clipped gradients.
+        "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
+        "data": recipe.data.model_copy(update=data),
+        "schedule": sections.ScheduleConfig(num_steps=1),
+        "run": sections.RunConfig(output_dir=recipe.run.output_dir if run is None else str(run), seed=recipe.run.seed),
+        "track": sections.TrackConfig(),
+        "checkpoint": sections.CheckpointConfig(),
+    }
+    if not has_moments:  # AdamW's unused moments would take two thirds of the optimizer's memory
+        changes["optimizer"] = sections.OptimizerConfig(name="sgd", learning_rate=1.0)
+    return recipe.model_copy(update=changes)
+
+
+def _select_checkpoints(run: Path, name: str | None) -> "list[ScoredCheckpoint]":
+    """The named checkpoint, all of them, or the newest (None), with their weights in the sum. Raises UserError if there
+    is no such checkpoint."""
+    from vcore_ds.data.scores_folder import ScoredCheckpoint
+    from vcore_ds.engine import checkpoint_folder
+    from vcore_ds.training.run_folder import read_run_metrics
+
+    with reading("RUN", run, "the folder of a run"):
+        complete = {
+            folder.name: (step, checkpoint_folder.read_digest(folder))
+            for folder in reversed(checkpoint_folder.list_checkpoints(run / "checkpoints"))
+            if (folder / checkpoint_folder.COMPLETE).is_file()
+            and (step := checkpoint_folder.parse_step(folder)) is not None
+        }
+    if not complete or name not in (None, "all", *complete):
+        names = ", ".join(complete) or "no finished one"
+        raise UserError(f"--checkpoint: {run / 'checkpoints'}: expected {name or 'a checkpoint'}; found {names}")
+    if name != "all":
+        step, digest = complete[name] if name is not None else max(complete.values())
+        return [ScoredCheckpoint(str(run), step, 1.0, digest)]
+    rates = {int(line["step"] or 0): line["learning_rate"] or 0.0 for line in read_run_metrics(run)}
+    checkpoints, previous = [], 0
+    for step, digest in complete.values():
+        steps = range(previous + 1, step + 1)
+        if missing := [k for k in steps if k not in rates]:
+            raise UserError(
+                f"RUN: {run}: found no learning rate of step {missing[0]} in metrics.jsonl; expected one for each step "
+                "up to the last checkpoint, to weight the checkpoints. Name one of them with --checkpoint"
+            )
+        checkpoints.append(ScoredCheckpoint(str(run), step, sum(rates[k] for k in steps) / len(steps), digest))
+        previous = step
+    return checkpoints

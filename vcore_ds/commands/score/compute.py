@@ -9,23 +9,26 @@ from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.score.inputs import NEW_FOLDER, ScoreInputs, describe_inputs
-from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, describe, write_tables
+from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
+from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, write_results
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.common.version import __version__
+from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import Recipe
 from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
-from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
+from vcore_ds.data.scores_folder import PAGE, ScoredCheckpoint, ScoredData, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -55,8 +58,14 @@ CHUNK_TOKENS_PER_RANK = 16_384
 """Tokens per rank and file of results: about a second on a GPU, and enough to balance the ranks."""
 SEQUENCES_PER_MICRO_BATCH = 8  # minimum sequences of a chunk, per sequence of a micro-batch over all ranks
 
+WITHOUT_EFFECT = {f"model.{key}" for key in ("gradient_checkpointing", "activation_offload")} | {
+    f"engine.{key}" for key in ("deepspeed_config", "memory_check", "timeout_minutes", "lost_rank_seconds")
+}
+"""Keys that may differ when a scoring is resumed, such as after a rank ran out of memory: they change no number, or
+their file's values are compared."""
 
-def score(inputs: ScoreInputs, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:
+
+def score(inputs: ScoreInputs) -> None:
     """Score on all ranks and write the folder on rank 0. A collective. Raises UserError for a user's mistake or a full
     disk, keeping finished work, and NonFiniteLoss on all ranks, with the sequences."""
     recipe = inputs.recipe
@@ -71,28 +80,13 @@ def score(inputs: ScoreInputs, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_
             refuse_existing(inputs.output, NEW_FOLDER)  # another process may have finished it while this one waited
 
         run_on_first_rank(hold)
-        Scoring(inputs, unfinished_path(inputs.output), chunk_tokens_per_rank).run()
-
-
-SECOND_SELECTION = (
-    "the run was trained on traces selected by scores (data.keep). In our experiments a second selection with the "
-    "weights of such a run did damage (docs/reports/whole-traces.md): to select data, score with the base model"
-)
-
-
-@dataclass(frozen=True)
-class ScoringPass:
-    """A pass over the data along one trusted set's gradient, at one checkpoint (None: the base model)."""
-
-    number: int
-    checkpoint: ScoredCheckpoint | None
-    set_name: str
+        Scoring(inputs, unfinished_path(inputs.output)).run()
 
 
 class Scoring:
     """A scoring on all ranks. The methods are collectives."""
 
-    def __init__(self, inputs: ScoreInputs, folder: Path, chunk_tokens_per_rank: int):
+    def __init__(self, inputs: ScoreInputs, folder: Path):
         self.inputs, self.folder = inputs, folder
         recipe = inputs.recipe
         self.plan_settings = derive_plan_settings(recipe)
@@ -108,15 +102,12 @@ class Scoring:
                     f"{number:,} of the traces to score are in {name} too: a trace that its own gradient scores ranks "
                     "high, whatever it is worth to the others. A run leaves out those in data.probe_path"
                 )
-        if inputs.trained_on_selection:
-            console.warn(SECOND_SELECTION)
         self.feed = build_feed(
             recipe.method, recipe.probe, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed
         )
-        self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
         checkpoints: list[ScoredCheckpoint | None] = [*inputs.checkpoints] or [None]
         self.passes = [
-            ScoringPass(number, checkpoint, name)
+            ScoringPass(folder / f"pass_{number:03d}", name, checkpoint)
             # Sorted by name: the same command with its sets in another order resumes this work.
             for number, (checkpoint, name) in enumerate(product(checkpoints, sorted(inputs.sets)))
         ]
@@ -152,8 +143,8 @@ class Scoring:
 
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
-        passes = [(one.set_name, self.sets[one.set_name], one.checkpoint) for one in self.passes]
-        identity = describe_inputs(self.inputs.recipe, self._description(), ds_config, passes)
+        digests = {name: trusted.digest for name, trusted in self.sets.items()}
+        identity = describe_inputs(self.inputs.recipe, self._description(), ds_config, digests)
         with writing("--output", self.folder, NEW_FOLDER):
             resume_or_begin(self.folder, identity, console.say, again=self.inputs.again)
 
@@ -161,7 +152,7 @@ class Scoring:
         """On rank 0: for each pass, the positions of the sequences not yet scored, longest first: a pass that does not
         fit in memory fails at once."""
         by_length = sorted(range(len(self.store)), key=lambda i: -self.store.lengths[i])
-        done = [self._files(one).read_positions() for one in self.passes]
+        done = [one.read_positions() for one in self.passes]
         remaining = [[i for i in by_length if i not in finished] for finished in done]
         total = len(by_length) * len(remaining)
         if (num_done := total - sum(map(len, remaining))) > 0:
@@ -209,7 +200,7 @@ class Scoring:
         probe = take_direction(direction, recipe.method, recipe.probe, batches, seed=recipe.run.seed)
         assert probe.loss is not None
         if layout.is_first():
-            self._files(one).write_set(probe.loss, probe.gradient_norm)
+            one.write_set(probe.loss, probe.gradient_norm)
 
     def _score(self, engine: Engine, direction: Direction, one: ScoringPass, positions: Sequence[int]) -> None:
         mark("utilities")
@@ -220,7 +211,7 @@ class Scoring:
                 # Rank 0 alone may fail here, on a full disk; the watchdog stops the others in the next chunk.
                 if layout.is_first():
                     with writing("--output", self.folder, NEW_FOLDER):
-                        self._files(one).add(scored)
+                        one.add(scored)
                 progress.advance(float(self.store.lengths[chunk].sum()))
 
     def _split_into_chunks(self, positions: Sequence[int]) -> Iterator[list[int]]:
@@ -231,7 +222,7 @@ class Scoring:
         for position in positions:
             chunk.append(position)
             num_tokens += int(self.store.lengths[position])
-            if len(chunk) >= min_size and num_tokens >= self.chunk_tokens:
+            if len(chunk) >= min_size and num_tokens >= CHUNK_TOKENS_PER_RANK * self.plan.num_ranks:
                 yield chunk
                 chunk, num_tokens = [], 0
         if chunk:
@@ -258,18 +249,12 @@ class Scoring:
         return [ScoredSequence(i, *scored[i]) for i in chunk]
 
     def _write(self) -> None:
-        sets, inputs = {}, self.inputs
-        for name, trusted in self.sets.items():
-            passes = [one for one in self.passes if one.set_name == name]
-            weighted = [(one.checkpoint.weight if one.checkpoint else 1.0, self._files(one)) for one in passes]
-            sets[name] = ScoredSet(inputs.sets[name], trusted, weighted)
-        description, all_tokens = self._description(), inputs.all_tokens
+        inputs = self.inputs
+        sets = {name: (inputs.sets[name], trusted) for name, trusted in self.sets.items()}
+        written = (self.folder, inputs.output, self.store, sets, self.passes, self._description())
         with writing("--output", inputs.output, NEW_FOLDER):
-            scores = write_tables(self.folder, inputs.output, self.store, sets, description, all_tokens=all_tokens)
-        console.say(describe(inputs.output, scores))
-
-    def _files(self, one: ScoringPass) -> PassFiles:
-        return PassFiles(self.folder, one.number)
+            text = write_results(*written, all_tokens=inputs.all_tokens)
+        console.say(f"\n{text}\n\nScores: {inputs.output} (open {PAGE} in a browser)")
 
     def _description(self) -> Scores:
         """scores.json without the measured `sets`."""
@@ -298,6 +283,23 @@ class Scoring:
             version=__version__,
             date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
+
+
+def describe_inputs(
+    recipe: Recipe, description: Scores, deepspeed_config: Mapping[str, Any], digests: Mapping[str, str]
+) -> dict[str, Any]:
+    """The identity of a scoring, for JSON: all that its losses and utilities depend on. Unfinished work is resumed only
+    for the same identity. It includes every key of the recipe except `WITHOUT_EFFECT`, so that no new key can be
+    forgotten. `digests`: of each trusted set."""
+    return {
+        **asdict(replace(description, date="")),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "recipe": {key: value for key, value in flat_values(recipe).items() if key not in WITHOUT_EFFECT},
+        # Neither ZeRO-3's settings (offload, bucket sizes) nor the number of ranks changes a result.
+        "deepspeed": {k: v for k, v in deepspeed_config.items() if k not in ("zero_optimization", "train_batch_size")},
+        "sets": dict(digests),
+    }
 
 
 def _describe(checkpoint: ScoredCheckpoint | None) -> str:
