@@ -24,14 +24,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "options": ["one", "two", "three"],
             "answer": "two",
             "answer_letter": "B",
-            "discipline": "Science" if number % 4 else "Law",
         }
         for number in range(4)
-    ],
-    "livecodebench": [{"question_id": "abc301_a", "question_content": "Read two numbers.", "starter_code": ""}],
-    "ojbench": [
-        {"id": 1000, "prompt": f"In {language}:", "dataset": "NOI", "language": language, "difficulty": "hard"}
-        for language in ("cpp", "python")
     ],
 }
 """Task -> rows."""

@@ -15,7 +15,6 @@ from vcore_ds.data.answers import (
     AnswerChecker,
     choice_prompt,
     final_answer,
-    find_last_code_block,
     is_right,
     math_prompt,
 )
@@ -65,8 +64,6 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
     asked = str(read(write_rows(tmp_path, "supergpqa"))[0].input)
     assert asked == choice_prompt("Which one?", ["one", "two", "three"])
     assert "question:\nWhich one?\nOptions are:\n(A): one\n(B): two\n(C): three\n\nPlease reason" in asked
-    assert str(read(write_rows(tmp_path, "livecodebench"))[0].input).count("c++17") == 1
-    assert [problem.input for problem in read(write_rows(tmp_path, "ojbench"))] == ["In cpp:"]
 
 
 def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerChecker) -> None:
@@ -95,24 +92,11 @@ def test_final_answers_are_extracted(output: str, kind, answer: str | None) -> N
     assert final_answer(output, kind) == answer
 
 
-def test_the_last_code_block_is_extracted() -> None:
-    assert find_last_code_block("```cpp\nold\n```\nbetter:\n```cpp\nint main() {}\n```\nDone.") == "int main() {}"
-    assert find_last_code_block("```cpp\ncut off") is None
-
-
-def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:
-    sizes = {"Science": 1_500, "Law": 600, "Art": 1}
-    everything = [
-        tasks.Sample(id=f"{name}{i}", input="", metadata={"discipline": name})
-        for name, size in sizes.items()
-        for i in range(size)
-    ]
-    chosen = tasks.supergpqa_1k(everything)
-    counts = {name: sum((problem.metadata or {})["discipline"] == name for problem in chosen) for name in sizes}
-    assert sum(counts.values()) == 1_000
-    assert all(abs(counts[name] - size / 2_101 * 1_000) < 1 for name, size in sizes.items())
-    assert {problem.id for problem in tasks.supergpqa_1k(everything[::-1])} == {problem.id for problem in chosen}
-    assert chosen[0].id != "Art0" or counts["Art"]
+def test_the_problems_of_supergpqa_are_fixed(tmp_path: Path) -> None:
+    rows = [{**ROWS["supergpqa"][0], "uuid": f"u{number}"} for number in range(1_200)]
+    first, second = (read(write_rows(tmp_path, "supergpqa", order)) for order in (rows, rows[::-1]))
+    assert len(first) == 1_000 and [one.id for one in first] == [one.id for one in second]
+    assert 300 < sum(int(str(one.id)[1:]) < 600 for one in first) < 600
 
 
 def test_arithmetic_has_right_answers() -> None:
@@ -140,11 +124,6 @@ def test_champ_problems_have_numbers_as_answers() -> None:
         ("math500", [[1]], "row 1: found int"),
         ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
         ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: found .*half of a surrogate pair"),
-        (
-            "supergpqa",
-            [{"question": "q", "options": ["a", "b"], "answer_letter": "A", "discipline": "half \ud83d"}],
-            "row 1: found .*half of a surrogate pair",
-        ),
     ],
 )
 def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:

@@ -124,13 +124,6 @@ def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerCheck
     return checker.check(expected, answer) == "equivalent"
 
 
-def find_last_code_block(text: str) -> str | None:
-    """Return the text between the last two lines of backticks, as LiveCodeBench does; None with fewer than two."""
-    lines = text.split("\n")
-    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
-    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) >= 2 else None
-
-
 # Prompts of training and evaluation: the paper's (appendices "Dataset Curation for supervised tasks" and "Evaluation
 # Details") and CHAMP's.
 _MATH = """\

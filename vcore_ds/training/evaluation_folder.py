@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class TaskResult:
     mean_tokens: float
 
 
-@dataclass(frozen=True, config=_EXACT)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
 class Evaluation:
     """Contents of evaluation.json."""
 
@@ -58,9 +58,6 @@ class Evaluation:
     each task's questions."""
     versions: dict[str, str]
     tasks: dict[str, TaskResult]
-    generations: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Tasks that other programs grade (code): their file and the same numbers as `tasks`, without `accuracy`. They have
-    no NAME.jsonl."""
     format: Literal[1] = 1
 
 

@@ -2,12 +2,15 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
@@ -22,7 +25,7 @@ DESCRIPTION = (
 )
 EPILOG = (
     "Tasks: arithmetic and champ need no download; aime (aime24, aime25), olympiad, math500, gsm8k, rbench and "
-    "supergpqa are read from the hub or a file; livecodebench and ojbench write generations for their official graders."
+    "supergpqa are read from the hub or a file."
 )
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that launchers set for a rank."""
@@ -64,15 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     check_packages()
-    from vcore_ds.commands.evaluate.model_apis import choose_sampling
-    from vcore_ds.commands.evaluate.session import Settings, evaluate
+    from vcore_ds.commands.evaluate.session import evaluate
     from vcore_ds.commands.evaluate.tasks import choose_tasks
     from vcore_ds.commands.named_model import find_named_model
 
     model = find_named_model(arguments.model, arguments.base, remedy="Name another one with --base MODEL")
+    if arguments.url is not None and model.adapter is not None and arguments.served_name is None:
+        raise UserError(  # the server's only model may be the base
+            f"--url: found the adapter {model.adapter} without a name; expected --served-name NAME, as in vllm serve "
+            f"BASE --enable-lora --lora-modules NAME={model.adapter}"
+        )
     changes = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")}
     sampling = choose_sampling(model.weights, arguments.preset, changes)
-    if sampling.is_greedy and (arguments.samples or 1) > 1:
+    is_greedy = sampling.temperature == 0
+    if is_greedy and (arguments.samples or 1) > 1:
         raise UserError(
             f"--samples: found {arguments.samples} with greedy decoding, which gives the same answer each time; "
             "expected 1, or sampling. Set --temperature, or leave --samples out"
@@ -80,11 +88,43 @@ def main(arguments: argparse.Namespace) -> None:
     tasks = choose_tasks(
         arguments.tasks,
         limit=arguments.limit,
-        num_samples=1 if sampling.is_greedy else arguments.samples,
+        num_samples=1 if is_greedy else arguments.samples,
         max_new_tokens=arguments.max_new_tokens or (PAPER_MAX_NEW_TOKENS if arguments.preset == "paper" else None),
     )
-    names = ("output", "preset", "precision", "batch_size", "url", "served_name")
-    evaluate(model, Settings(tasks=tasks, sampling=sampling, **{name: getattr(arguments, name) for name in names}))
+    evaluate(arguments, model, sampling, tasks)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """All sampling fields, so that none is left to a server's defaults. Defaults are the paper's (table "Inference
+    hyperparameters")."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1 for all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 42
+
+
+def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> Sampling:
+    """The paper's or the model's sampling, changed by the values of `changes` that are not None. The model's is that of
+    generation_config.json, or greedy, without its repetition penalty, which is meant for short chats and lowers
+    accuracy."""
+    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+    sampling = Sampling()
+    path = cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if preset != "paper" and path is not None:
+        recommended = json.loads(Path(path).read_text(encoding="utf-8"))
+        if recommended.get("do_sample"):
+            sampling = Sampling(
+                temperature=float(recommended.get("temperature") or 1.0),
+                top_p=float(recommended.get("top_p") or 1.0),
+                top_k=int(recommended.get("top_k") or -1),
+                min_p=float(recommended.get("min_p") or 0.0),
+            )
+    return replace(sampling, **{name: value for name, value in changes.items() if value is not None})
 
 
 def check_packages() -> None:

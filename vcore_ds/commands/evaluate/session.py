@@ -1,164 +1,260 @@
-"""An evaluation: inspect asks, grades, logs and resumes; the result is read from its logs."""
+"""An evaluation: inspect asks a model in this process or on a server, grades, logs and resumes; the result is read from
+its logs."""
 
+import argparse
 import hashlib
 import json
+import os
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+import httpx
+import torch
 from anyio import to_thread
 from inspect_ai import Task, eval_set
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.log import EvalLog, read_eval_log
-from inspect_ai.model import ChatMessageUser, GenerateConfig
+from inspect_ai.model import (
+    ChatMessage,
+    ChatMessageUser,
+    GenerateConfig,
+    Model,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    get_model,
+    modelapi,
+)
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer, stderr
 from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import OpenAIError
 from tenacity import RetryError
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from vcore_ds.commands.evaluate.model_apis import (
-    MAX_RETRIES,
-    TOKENS,
-    InProcessAPI,
-    Request,
-    Sampling,
-    Server,
-    find_server,
-)
+from vcore_ds.commands.evaluate import Sampling
 from vcore_ds.commands.evaluate.tasks import ChosenTask
-from vcore_ds.commands.named_model import NamedModel
+from vcore_ds.commands.named_model import NamedModel, end_token_ids, generate_answers, load_to_answer, longest_sequence
 from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import RunStopped, UserError, first_line
-from vcore_ds.common.locks import LOCK, lock_folder
-from vcore_ds.common.paths import write_text, writing
+from vcore_ds.common.paths import check_folder, refuse_existing, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
 from vcore_ds.common.version import __version__
-from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, find_last_code_block, is_right
+from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, is_right
 from vcore_ds.data.conversations import check_tokenizer, render_prompt
 from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training import evaluation_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult
 
 LOGS = "inspect_logs"  # subfolder of inspect's logs, from which it resumes
+TOKENS = "prompt_token_ids"  # metadata of a message from which inspect's providers of completions take the prompt
 ANSWER_SECONDS = 5  # CPU time limit of comparing one answer
+MAX_RETRIES = 4
+REQUEST_SECONDS = 3_600.0  # timeout of one answer: tens of thousands of tokens on a busy GPU take many minutes
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of an evaluation, as on the command line."""
+class Request(NamedTuple):
+    """One answer to generate."""
 
-    output: Path
-    tasks: Sequence[ChosenTask]
-    preset: str | None
-    sampling: Sampling
-    precision: str
-    batch_size: int
-    url: str | None
-    served_name: str | None
+    prompt: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
 
 
-def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
-    """Answer and grade every task, or resume it, write the folder, and print the table. Raises UserError where the
-    model, the server or the folder cannot be used, RunStopped on Ctrl-C."""
+class InProcessAPI(ModelAPI):
+    """A model, with its adapter if any, in this process. Batches are fixed in advance, so that a resumed evaluation
+    forms the same ones and gets bitwise equal answers."""
+
+    def __init__(
+        self,
+        model: NamedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        precision: str,
+        batches: Sequence[Sequence[Request]],
+    ) -> None:
+        """Load the model. Raises UserError where it or its adapter cannot be loaded."""
+        super().__init__(model.name)
+        self._model = load_to_answer(model, DTYPES[precision])
+        self.device = self._model.device
+        ends = end_token_ids(self._model.generation_config, tokenizer)
+        self._model.generation_config = GenerationConfig()  # its fields would fill in for unset ones
+        # transformers takes no temperature of 0.
+        drawn = {"do_sample": True, **asdict(sampling), "top_k": max(sampling.top_k, 0)}
+        if sampling.temperature == 0:
+            drawn = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
+        drawn.pop("seed", None)
+        self._settings = GenerationConfig(use_cache=True, eos_token_id=ends, pad_token_id=ends[0], **drawn)
+        self._tokenizer = tokenizer
+        self._batches = {request: batch for batch in batches for request in batch}
+        self._outputs: dict[Request, ModelOutput] = {}
+        self._lock = anyio.Lock()
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        assert input[0].metadata is not None and config.seed is not None and config.max_tokens is not None
+        request = Request(tuple(input[0].metadata[TOKENS]), config.seed, config.max_tokens)
+        async with self._lock:
+            if request not in self._outputs:
+                batch = self._batches[request]
+                self._outputs |= zip(batch, await to_thread.run_sync(self.answer, batch), strict=True)
+        return self._outputs[request]
+
+    def answer(self, requests: Sequence[Request]) -> list[ModelOutput]:
+        """Answer a batch, with the first request's seed. Raises UserError where a prompt leaves no room to answer."""
+        prompts = [request.prompt for request in requests]
+        longest = longest_sequence(self._model)
+        if max(map(len, prompts)) >= longest:
+            raise UserError(
+                f"--tasks: found a prompt of {max(map(len, prompts)):,} tokens; expected fewer than {longest:,}, the "
+                "model's longest sequence. Evaluate problems that fit"
+            )
+        torch.manual_seed(requests[0].seed)
+        limits = [request.max_new_tokens for request in requests]
+        outputs = []
+        for prompt, answer in zip(prompts, generate_answers(self._model, prompts, limits, self._settings), strict=True):
+            text = self._tokenizer.decode(answer.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            output = ModelOutput.from_content(self.model_name, str(text), answer.stop_reason)
+            lengths = {"input_tokens": len(prompt), "output_tokens": len(answer.ids)}
+            output.usage = ModelUsage(**lengths, total_tokens=sum(lengths.values()))
+            outputs.append(output)
+        return outputs
+
+
+def open_server(
+    url: str,
+    name: str,
+    model: NamedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: GenerateConfig,
+    sampling: Sampling,
+) -> Model:
+    """The model `name` on an OpenAI-compatible server. Raises UserError where it cannot be reached."""
+    try:
+        httpx.get(f"{url}/models", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"--url: {url}: cannot be reached ({first_line(error)}); expected an OpenAI-compatible server. Start one "
+            "(docs/evaluation.md shows how), and wait until it is ready"
+        ) from None
+    try:
+        settings = GenerationConfig.from_pretrained(model.weights)
+    except OSError:
+        settings = GenerationConfig()
+    # The sampling fields that OpenAI's API lacks.
+    config.extra_body = {key: getattr(sampling, key) for key in ("top_k", "min_p", "repetition_penalty")}
+    config.extra_body["stop_token_ids"] = end_token_ids(settings, tokenizer)
+    return get_model(
+        f"openai-api-completions/vcore/{name}",
+        config=config,
+        base_url=url,
+        api_key=os.environ.get("OPENAI_API_KEY") or "none",  # any text, for servers that need none
+        memoize=False,
+        client_timeout=REQUEST_SECONDS,
+        max_retries=0,  # of the client; inspect retries
+    )
+
+
+def evaluate(
+    arguments: argparse.Namespace, model: NamedModel, sampling: Sampling, tasks: Sequence[ChosenTask]
+) -> Evaluation:
+    """Answer and grade every task, or resume it, write the folder, and print the table. `arguments`: of the command.
+    Raises UserError where the model, the server or the folder cannot be used, RunStopped on Ctrl-C."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
-    folder = settings.output
-    with writing("--output", folder), lock_folder(folder):
-        others = {file.name for file in folder.iterdir()} - {LOCK}
-        if EVALUATION in others or (others and LOGS not in others):
-            raise UserError(
-                f"--output: {folder}: holds {'a finished evaluation' if EVALUATION in others else min(others)}; "
-                "expected a new or empty folder, or an unfinished evaluation. Name another one"
-            )
+    folder: Path = arguments.output
+    refuse_existing(folder / EVALUATION, "a new folder, or an unfinished evaluation")
+    with writing("--output", folder):
+        check_folder(folder)
+        questions = {task.name: _render_questions(task, tokenizer) for task in tasks}
+        config = GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)
         described: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
-        versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}
-        server = None
-        if settings.url is not None:
-            server = find_server(settings.url, settings.served_name, model, tokenizer)
-        asks_text = server is not None and server.is_transformers
-        questions = {task.name: _render_questions(task, tokenizer, asks_text) for task in settings.tasks}
-        api: InProcessAPI | Server
-        if server is None:
-            batches = _make_batches(settings, questions)
-            api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, batches)
-            described |= {"precision": settings.precision, "batch_size": settings.batch_size, "device": api.device.type}
+        if arguments.url is None:
+            batches = _make_batches(tasks, sampling.seed, questions, arguments.batch_size)
+            api = InProcessAPI(model, tokenizer, sampling, arguments.precision, batches)
+            # inspect registers classes, but takes any callable that returns an instance.
+            asked = Model(modelapi(name="vcore_ds")(lambda: lambda: api)(), config)  # type: ignore[call-arg]
+            described |= {name: getattr(arguments, name) for name in ("precision", "batch_size")}
+            described["device"] = api.device.type
         else:
-            api = server
-            described |= {"url": server.url, "served_name": server.name}
-        logs = _run(api, model, settings, questions)
-        evaluation = _write_result(settings, described, versions, logs)
+            url, name = arguments.url.rstrip("/"), arguments.served_name or model.path
+            asked = open_server(url, name, model, tokenizer, config, sampling)
+            described |= {"url": url, "served_name": name}
+        logs = _run(asked, _find_logs(arguments, model, sampling, tasks), arguments, sampling.seed, tasks, questions)
+        evaluation = _write_result(arguments, described, sampling, tasks, logs)
     print(f"Result: {folder}", flush=True)
     return evaluation
 
 
-def _render_questions(task: ChosenTask, tokenizer: PreTrainedTokenizerBase, as_text: bool) -> list[Sample]:
-    """The problems as inspect asks them: rendered with the chat template, as in training, and tokenized here; `as_text`
-    for a server that takes no tokens."""
+def _render_questions(task: ChosenTask, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The problems as inspect asks them: rendered with the chat template, as in training, and tokenized here."""
     questions = []
     for problem in task.problems:
         text = render_prompt([{"role": "user", "content": str(problem.input)}], tokenizer)
         tokens = {TOKENS: tokenizer(text, add_special_tokens=False)["input_ids"]}
-        prompt = ChatMessageUser(content=text, metadata=None if as_text else tokens)
+        prompt = ChatMessageUser(content=text, metadata=tokens)
         questions.append(Sample(id=problem.id, input=[prompt], target=problem.target, metadata=tokens))
     return questions
 
 
-def _make_batches(settings: Settings, questions: dict[str, list[Sample]]) -> list[list[Request]]:
+def _make_batches(
+    tasks: Sequence[ChosenTask], seed: int, questions: dict[str, list[Sample]], batch_size: int
+) -> list[list[Request]]:
     """Split the answers to generate into batches, in inspect's order of asking."""
     batches = []
-    for task in settings.tasks:
+    for task in tasks:
         requests = [
             Request(
-                tuple((one.metadata or {})[TOKENS]),
-                derive_seed(settings.sampling.seed, task.name, one.id, epoch),
-                task.max_new_tokens,
+                tuple((one.metadata or {})[TOKENS]), derive_seed(seed, task.name, one.id, epoch), task.max_new_tokens
             )
             for epoch in range(1, task.num_samples + 1)
             for one in questions[task.name]
         ]
-        batches += [requests[i : i + settings.batch_size] for i in range(0, len(requests), settings.batch_size)]
+        batches += [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     return batches
 
 
 def _run(
-    api: InProcessAPI | Server, model: NamedModel, settings: Settings, questions: dict[str, list[Sample]]
+    model: Model,
+    logs: Path,
+    arguments: argparse.Namespace,
+    seed: int,
+    tasks: Sequence[ChosenTask],
+    questions: dict[str, list[Sample]],
 ) -> dict[str, EvalLog]:
     """Run inspect, which reuses the answers of earlier logs; return each task's log, without samples."""
-    sampling, checker, tasks = settings.sampling, AnswerChecker(ANSWER_SECONDS), []
-    for task in settings.tasks:
-        config = GenerateConfig(max_tokens=task.max_new_tokens)
-        if isinstance(api, Server):
-            config.extra_body = api.extra_body(sampling, task.max_new_tokens)
-        tasks.append(
-            Task(
-                name=task.name,
-                dataset=MemoryDataset(questions[task.name], name=task.name),
-                epochs=task.num_samples,
-                solver=answer_with_seed(task.name, sampling.seed),
-                scorer=final_answer_scorer(task.kind, checker) if task.kind is not None else None,
-                config=config,
-            )
-        )
+    checker = AnswerChecker(ANSWER_SECONDS)
     try:
-        _, logs = eval_set(
-            tasks,
-            log_dir=str(_find_logs(model, settings)),
-            model=api.as_model(GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)),
+        _, written = eval_set(
+            [
+                Task(
+                    name=task.name,
+                    dataset=MemoryDataset(questions[task.name], name=task.name),
+                    epochs=task.num_samples,
+                    solver=answer_with_seed(task.name, seed),
+                    scorer=final_answer_scorer(task.kind, checker),
+                    config=GenerateConfig(max_tokens=task.max_new_tokens),
+                )
+                for task in tasks
+            ],
+            log_dir=str(logs),
+            model=model,
             max_tasks=1,
-            max_samples=settings.batch_size,
-            max_connections=settings.batch_size,
+            max_samples=arguments.batch_size,
+            max_connections=arguments.batch_size,
             max_retries=MAX_RETRIES,
             debug_errors=True,  # raise the first error unchanged
             retry_attempts=1,
@@ -169,28 +265,33 @@ def _run(
         )
     except (OpenAIError, RetryError) as error:
         raise UserError(
-            f"--url: {settings.url}: a request failed {MAX_RETRIES + 1} times or was refused: "
+            f"--url: {arguments.url}: a request failed {MAX_RETRIES + 1} times or was refused: "
             f"{first_line(error.__cause__ or error):.300}; expected an answer. Read the server's log; the same "
             "command resumes"
         ) from None
     finally:
         checker.close()
-    if len(logs) < len(tasks):
+    if len(written) < len(tasks):
         raise RunStopped("eval: interrupted; finished answers are kept, and the same command resumes")
-    return {log.eval.task: log for log in logs}
+    return {log.eval.task: log for log in written}
 
 
-def _find_logs(model: NamedModel, settings: Settings) -> Path:
+def _find_logs(
+    arguments: argparse.Namespace, model: NamedModel, sampling: Sampling, tasks: Sequence[ChosenTask]
+) -> Path:
     """Return the folder of inspect's logs, named by all that must be equal for answers to be reused; a server's URL may
-    differ. Raises UserError where `settings.output` has logs of another evaluation."""
-    identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
-    identity += [[task.name, task.num_samples, task.max_new_tokens, _describe(task)] for task in settings.tasks]
-    if settings.url is None:  # a model trained again has the same path but other weights
-        identity += [settings.precision, settings.batch_size, _weight_digests(model)]
-    logs = settings.output / LOGS / _digest(identity)
+    differ. Raises UserError where the output has logs of another evaluation."""
+    identity: list[Any] = [model.weights, model.adapter, asdict(sampling)]
+    identity += [[task.name, task.num_samples, task.max_new_tokens, task.describe()] for task in tasks]
+    if arguments.url is None:  # a model trained again has the same path but other weights
+        identity += [arguments.precision, arguments.batch_size]
+        identity += [compute_model_digest(model.weights)] if Path(model.weights).is_dir() else []
+        adapter_files = sorted(Path(model.adapter).glob("adapter_*")) if model.adapter is not None else []
+        identity += [compute_file_digest(file) for file in adapter_files]
+    logs = arguments.output / LOGS / _digest(identity)
     if logs.parent.is_dir() and {*logs.parent.iterdir()} - {logs}:
         raise UserError(
-            f"--output: {settings.output}: holds an evaluation of another model, other problems or with other "
+            f"--output: {arguments.output}: holds an evaluation of another model, other problems or with other "
             "sampling; expected the same ones, to resume it. Name another folder"
         )
     return logs
@@ -203,16 +304,11 @@ def answer_with_seed(task: str, seed: int) -> Solver:
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         state = await generate(state, seed=derive_seed(seed, task, state.sample_id, state.epoch))
-        usage, reason = state.output.usage, state.output.stop_reason
-        if usage is None or reason not in ("stop", "max_tokens", "model_length"):
+        usage, reason, expected = state.output.usage, state.output.stop_reason, len(state.metadata[TOKENS])
+        if usage is None or reason not in ("stop", "max_tokens", "model_length") or usage.input_tokens != expected:
             raise UserError(
                 f"--url: found an answer with finish reason {reason} and usage {usage}; expected `stop` or `length`, "
-                "and the number of tokens. Use another server"
-            )
-        if usage.input_tokens != (expected := len(state.metadata[TOKENS])):
-            raise UserError(
-                f"--url: found a prompt of {usage.input_tokens} tokens there, {expected} here; expected the same "
-                "prompt as in training. Serve the very model that RUN|MODEL names, with its tokenizer"
+                f"and a prompt of {expected} tokens, as in training. Serve the very model that RUN|MODEL names"
             )
         return state
 
@@ -238,35 +334,32 @@ def derive_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) 
 
 
 def _write_result(
-    settings: Settings, model: dict[str, Any], versions: dict[str, str], logs: dict[str, EvalLog]
+    arguments: argparse.Namespace,
+    model: dict[str, Any],
+    sampling: Sampling,
+    tasks: Sequence[ChosenTask],
+    logs: dict[str, EvalLog],
 ) -> Evaluation:
+    folder = arguments.output
     results: dict[str, TaskResult] = {}
-    generations: dict[str, dict[str, Any]] = {}
-    rows = [("task", "problems", "samples", "accuracy", "std. error", "truncated", "no answer", "mean tokens")]
-    for task in settings.tasks:
+    rows = [("task", "problems", "samples", "accuracy", "truncated", "no answer", "mean tokens")]
+    for task in tasks:
         samples = _read_samples(logs[task.name])
         result = evaluation_folder.summarize(samples)
-        share, error = "graded elsewhere", ""
-        if task.kind is None:
-            numbers = {name: value for name, value in asdict(result).items() if name != "accuracy"}
-            generations[task.name] = {"file": _write_generations(settings.output, task, samples), **numbers}
-        else:
-            evaluation_folder.write_samples(settings.output, task.name, samples)
-            results[task.name] = result
-            scores = logs[task.name].results
-            assert scores is not None
-            share, error = f"{result.accuracy:.1%}", f"{scores.scores[0].metrics['stderr'].value:.1%}"
+        evaluation_folder.write_samples(folder, task.name, samples)
+        results[task.name] = result
         counts = f"{result.num_problems:,}", f"{result.num_samples_per_problem:,}"
         shares = f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}"
-        rows.append((task.name, *counts, share, error, *shares, f"{result.mean_tokens:,.1f}"))
-    limits = {task.name: task.max_new_tokens for task in settings.tasks}
-    sampling = {
-        **asdict(settings.sampling),
+        rows.append((task.name, *counts, f"{result.accuracy:.1%}", *shares, f"{result.mean_tokens:,.1f}"))
+    limits = {task.name: task.max_new_tokens for task in tasks}
+    settings = {
+        **asdict(sampling),
         "max_new_tokens": limits if len({*limits.values()}) > 1 else next(iter(limits.values())),
-        "prompts": {task.name: _digest(_describe(task)) for task in settings.tasks},  # for `vcore-ds compare`
+        "prompts": {task.name: _digest(task.describe()) for task in tasks},  # for `vcore-ds compare`
     }
-    evaluation = Evaluation(model, settings.preset, sampling, versions, results, generations)
-    evaluation_folder.write_evaluation(settings.output, evaluation)
+    versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}
+    evaluation = Evaluation(model, arguments.preset, settings, versions, results)
+    evaluation_folder.write_evaluation(folder, evaluation)
     print("\n".join(["", *align_columns(rows)]), flush=True)
     return evaluation
 
@@ -275,55 +368,20 @@ def _read_samples(log: EvalLog) -> list[SampleResult]:
     """Read all samples of a task's log, sorted by problem, then number."""
     results = []
     for sample in read_eval_log(log.location, exclude_fields={"messages", "events"}).samples or ():
-        output, score = sample.output, (sample.scores or {}).get("final_answer")
-        answer = score.answer if score is not None else find_last_code_block(output.completion)
-        assert output.usage is not None  # both APIs set it
+        output, score = sample.output, (sample.scores or {})["final_answer"]
+        assert output.usage is not None  # `answer_with_seed` has checked it
         result = SampleResult(
             problem_id=str(sample.id),
             sample=sample.epoch - 1,
-            correct=score is not None and score.value == CORRECT,
-            answered=answer is not None,
+            correct=score.value == CORRECT,
+            answered=score.answer is not None,
             truncated=output.stop_reason in ("max_tokens", "model_length"),
             num_tokens=output.usage.output_tokens,
-            answer=answer,
+            answer=score.answer,
             output=output.completion,
         )
         results.append(result)
     return sorted(results, key=lambda result: (result.problem_id, result.sample))
-
-
-def _write_generations(folder: Path, task: ChosenTask, samples: Sequence[SampleResult]) -> str:
-    """Write the input of a code task's official grader, and return the file's name. LiveCodeBench: a JSON list of
-    {question_id, code_list}. OJBench: a JSON line per answer, with the row's columns and `content`."""
-    by_problem: dict[str, list[SampleResult]] = defaultdict(list)
-    for sample in samples:
-        by_problem[sample.problem_id].append(sample)
-    answers = [(problem.metadata or {}, by_problem[str(problem.id)]) for problem in task.problems]
-    name = f"{task.name}.generations.{'json' if task.name == 'livecodebench' else 'jsonl'}"
-    if task.name == "livecodebench":
-        rows = [{**row, "code_list": [sample.answer or "" for sample in given]} for row, given in answers]
-        text = json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
-    else:
-        rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_text(folder / name, text)
-    return name
-
-
-def _weight_digests(model: NamedModel) -> list[str]:
-    """Digests of the base model's files, where they are local, and of the adapter's."""
-    digests = [compute_model_digest(model.weights)] if Path(model.weights).is_dir() else []
-    if model.adapter is not None:
-        files = sorted(Path(model.adapter).glob("adapter_*"))
-        digests += [f"{file.name} {compute_file_digest(file)}" for file in files]
-    return digests
-
-
-def _describe(task: ChosenTask) -> list[dict[str, Any]]:
-    return [
-        {"id": problem.id, "prompt": problem.input, "expected": problem.target, "extra": problem.metadata}
-        for problem in task.problems
-    ]
 
 
 def _digest(value: Any) -> str:

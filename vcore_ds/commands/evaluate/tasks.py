@@ -1,23 +1,18 @@
-"""Tasks of `vcore-ds eval`: the paper's benchmarks, from the hub or a copy, and two that need no download."""
+"""Tasks of `vcore-ds eval`: benchmarks from the hub or a copy, and two that need no download."""
 
 import difflib
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from inspect_ai.dataset import Sample
 
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
-from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import check_unicode
-from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
+from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, math_prompt
 from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
-
-SUBSET_SEED = 42
-SUBSET_SIZE = 1_000
-"""Problems of SuperGPQA-1k. The paper does not say which; these are chosen by `supergpqa_1k`."""
 
 Row = dict[str, Any]
 
@@ -27,13 +22,12 @@ class Benchmark:
     """A task that --tasks can name."""
 
     help: str
-    kind: Kind | None  # None for code, whose generations are written for the official graders
+    kind: Kind
     read: Callable[[Row], Sample] | None = None
     """Turns a row into a problem, with an empty id where it has none. Raises ValueError for unusable rows."""
-    sources: tuple[dict[str, str], ...] = ()
-    """Arguments of `datasets.load_dataset` for each data set on the hub."""
-    select: Callable[[list[Sample]], list[Sample]] = list
+    sources: tuple[tuple[str, str], ...] = ()  # data sets on the hub, each with its split
     make: Callable[[], list[Sample]] | None = None  # makes the problems of a task without a data set
+    most: int | None = None  # number of problems that are drawn from more
     num_samples: int = 1  # default of --samples; greedy decoding gives one answer
     max_new_tokens: int = 32_768
     """Default of --max-new-tokens, as model cards of reasoning models recommend; the preset has its own."""
@@ -43,11 +37,14 @@ class ChosenTask(NamedTuple):
     """A task with the settings of this evaluation."""
 
     name: str
-    kind: Kind | None
+    kind: Kind
     problems: list[Sample]
-    """Input: the user's turn. Target: the answer, in LaTeX or as a letter; empty for code."""
+    """Input: the user's turn. Target: the answer, in LaTeX or as a letter."""
     num_samples: int
     max_new_tokens: int
+
+    def describe(self) -> list[list[Any]]:
+        return [[problem.id, problem.input, problem.target] for problem in self.problems]
 
 
 def choose_tasks(
@@ -67,7 +64,9 @@ def choose_tasks(
         task = BENCHMARKS[name]
         if task.make is not None and files:
             raise UserError(f"--tasks: {word}: found a file for a task that makes its own problems")
-        problems = task.make() if task.make is not None else task.select(_read_problems(name, task, files))
+        problems = task.make() if task.make is not None else _read_problems(name, task, files)
+        if task.most is not None and len(problems) > task.most:
+            problems = sorted(problems, key=lambda one: hashlib.sha256(str(one.id).encode()).digest())[: task.most]
         limits = num_samples or task.num_samples, max_new_tokens or task.max_new_tokens
         chosen[name] = ChosenTask(name, task.kind, problems[:limit], *limits)
     return list(chosen.values())
@@ -77,19 +76,17 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
     """Read a task's problems from `files` (a file, folder, pattern or hub id), or from its sources if that is empty."""
     assert task.read is not None
     problems: dict[str, Sample] = {}
-    sources = (
-        [("", read_problem_rows(files, "test"))] if files else [_hub_rows(name, source) for source in task.sources]
-    )
-    for source, rows in sources:
+    sources = [(files, "test")] if files else task.sources
+    for source, split in sources:
         # Ids of AIME 2024 and 2025 may coincide.
         prefix = f"{source.rpartition('/')[2]}/" if len(sources) > 1 else ""
-        for number, (where, row) in enumerate(rows, start=1):
+        for number, (where, row) in enumerate(read_problem_rows(source, split), start=1):
             try:
                 if isinstance(row, Broken):
                     raise ValueError(row.reason)
                 problem = task.read(row)
-                fields = (problem.id, problem.input, problem.target, *(problem.metadata or {}).values())
-                check_unicode("".join(map(str, fields)), f"--tasks: {name}: {where}", "Repair the row")
+                fields = f"{problem.id}{problem.input}{problem.target}"
+                check_unicode(fields, f"--tasks: {name}: {where}", "Repair the row")
             except ValueError as error:
                 raise UserError(f"--tasks: {name}: {where}: {error}; expected a row of {task.help}") from None
             problem.id = f"{prefix}{problem.id or f'{number:05d}'}"
@@ -99,21 +96,6 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
     if not problems:
         raise UserError(f"--tasks: {name}={files}: found no problems; expected one a row")
     return list(problems.values())
-
-
-def _hub_rows(name: str, source: dict[str, str]) -> tuple[str, Iterator[tuple[str, Any]]]:
-    """Load a data set; return its id and its rows, each with its place for messages."""
-    from datasets import load_dataset
-
-    path = source.get("data_files", source["path"])
-    try:
-        rows = load_dataset(**source)
-    except Exception as error:  # offline, gated, misspelt: a dozen exception classes of three packages
-        raise UserError(
-            f"--tasks: {name}: {path}: cannot be loaded from the hub: {first_line(error)}; download it on a machine "
-            f"with a connection and give the file: --tasks {name}=FILE.jsonl"
-        ) from None
-    return path, ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def read_math(row: Row) -> Sample:
@@ -142,50 +124,13 @@ def _read_choice(row: Row) -> Sample:
     if letter not in [chr(ord("A") + i) for i in range(len(options))]:
         raise ValueError(f"found {len(options)} options and the answer {letter!r:.40}")
     prompt = choice_prompt(require_text(row, "question"), options)
-    return _problem(row, ("uuid", "index", "id"), prompt, letter, discipline=str(row.get("discipline", "")))
+    return _problem(row, ("uuid", "index", "id"), prompt, letter)
 
 
-def supergpqa_1k(problems: list[Sample]) -> list[Sample]:
-    """Choose 1,000 problems, with each discipline's share of the data set (largest remainder method): those with the
-    smallest hashes of seed and id, whatever their order."""
-    if len(problems) <= SUBSET_SIZE:
-        return problems
-    groups: dict[str, list[Sample]] = defaultdict(list)
-    for problem in problems:
-        groups[(problem.metadata or {})["discipline"]].append(problem)
-    shares = {name: len(group) * SUBSET_SIZE / len(problems) for name, group in groups.items()}
-    counts = {name: int(share) for name, share in shares.items()}
-    by_remainder = sorted(groups, key=lambda name: (counts[name] - shares[name], name))
-    for name in by_remainder[: SUBSET_SIZE - sum(counts.values())]:
-        counts[name] += 1
-
-    def place(problem: Sample) -> str:
-        return hashlib.sha256(f"{SUBSET_SEED}/{problem.id}".encode()).hexdigest()
-
-    return [problem for name in sorted(groups) for problem in sorted(groups[name], key=place)[: counts[name]]]
-
-
-def _read_livecodebench(row: Row) -> Sample:
-    """Read a problem of LiveCodeBench, with the training prompt, which asks for C++."""
-    identifier = require_text(row, "question_id")
-    return _problem(row, ("question_id",), code_prompt(require_text(row, "question_content")), question_id=identifier)
-
-
-def _read_ojbench(row: Row) -> Sample:
-    """Read a prompt of OJBench, which has one in C++ and one in Python per problem."""
-    columns = {name: row.get(name) for name in ("id", "prompt", "dataset", "language", "difficulty")}
-    return Sample(id=f"{row.get('id')}-{row.get('language')}", input=require_text(row, "prompt"), metadata=columns)
-
-
-def _only_cpp(problems: list[Sample]) -> list[Sample]:
-    """Select OJBench's 232 prompts for C++, the language of the training data."""
-    return [problem for problem in problems if (problem.metadata or {})["language"] == "cpp"]
-
-
-def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str = "", **metadata: str) -> Sample:
+def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str) -> Sample:
     """Make a problem; `ids`: columns that may hold the row's id."""
     identifier = next((str(row[name]) for name in ids if row.get(name) not in (None, "")), "")
-    return Sample(id=identifier, input=prompt, target=expected, metadata=metadata)
+    return Sample(id=identifier, input=prompt, target=expected)
 
 
 def _make_arithmetic() -> list[Sample]:
@@ -197,7 +142,7 @@ def _make_arithmetic() -> list[Sample]:
     sums = create_dataset("chain_sum", seed=42, size=100, max_digits=2, max_terms=3)
     products = create_dataset("products", seed=42, size=100, max_digits=2, max_terms=2)
     return [
-        Sample(id=f"{name}-{number:03d}", input=entry["question"], target=entry["answer"], metadata={})
+        Sample(id=f"{name}-{number:03d}", input=entry["question"], target=entry["answer"])
         for name, entries in (("sum", sums), ("product", products))
         for number, entry in enumerate(entries)
     ]
@@ -206,19 +151,13 @@ def _make_arithmetic() -> list[Sample]:
 def _make_champ() -> list[Sample]:
     rows = champ_problems()
     prompts = {name: CHAMP.format(statement=rows[name]["_text"].strip()) for name in HELD_OUT}
-    return [Sample(id=name, input=prompts[name], target=rows[name]["_answer"], metadata={}) for name in HELD_OUT]
+    return [Sample(id=name, input=prompts[name], target=rows[name]["_answer"]) for name in HELD_OUT]
 
 
-_AIME24 = {"path": "HuggingFaceH4/aime_2024", "split": "train"}
-_AIME25 = {"path": "yentinglin/aime_2025", "split": "train"}
-_OLYMPIAD = {"path": "Hothan/OlympiadBench", "name": "OE_TO_maths_en_COMP", "split": "train"}
-_MATH500 = {"path": "HuggingFaceH4/MATH-500", "split": "test"}
-_GSM8K = {"path": "openai/gsm8k", "name": "main", "split": "test"}
-_RBENCH = {"path": "R-Bench/R-Bench", "name": "rbench-t_en", "split": "test"}
-_SUPERGPQA = {"path": "m-a-p/SuperGPQA", "split": "train"}
-# The former is a loading script, the latter has files other than its rows.
-_LCB = {"path": "json", "data_files": "hf://datasets/livecodebench/code_generation_lite/test*.jsonl", "split": "train"}
-_OJBENCH = {"path": "json", "data_files": "hf://datasets/He-Ren/OJBench_testdata/prompts/full.jsonl", "split": "train"}
+_AIME24, _AIME25 = ("HuggingFaceH4/aime_2024", "train"), ("yentinglin/aime_2025", "train")
+_OLYMPIAD = ("Hothan/OlympiadBench::OE_TO_maths_en_COMP", "train")
+_MATH500, _GSM8K = ("HuggingFaceH4/MATH-500", "test"), ("openai/gsm8k::main", "test")
+_RBENCH, _SUPERGPQA = ("R-Bench/R-Bench::rbench-t_en", "test"), ("m-a-p/SuperGPQA", "train")
 
 BENCHMARKS = {
     # Small models seldom box an answer, so these accept the last number.
@@ -231,7 +170,5 @@ BENCHMARKS = {
     "math500": Benchmark("MATH-500, 500 problems", "math", read_math, (_MATH500,)),
     "gsm8k": Benchmark("GSM8K, 1,319 problems", "math", _read_gsm8k, (_GSM8K,)),
     "rbench": Benchmark("R-Bench-T in English, 1,094 questions", "choice", _read_choice, (_RBENCH,)),
-    "supergpqa": Benchmark("SuperGPQA", "choice", _read_choice, (_SUPERGPQA,), select=supergpqa_1k),
-    "livecodebench": Benchmark("LiveCodeBench v6, 1,055 problems", None, _read_livecodebench, (_LCB,)),
-    "ojbench": Benchmark("OJBench in C++, 232 problems", None, _read_ojbench, (_OJBENCH,), select=_only_cpp),
+    "supergpqa": Benchmark("SuperGPQA", "choice", _read_choice, (_SUPERGPQA,), most=1_000),
 }
