@@ -2,13 +2,10 @@
 
 import argparse
 import json
-import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from datetime import date, time
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -47,12 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)")
     add("--set", metavar="NAME", help="rank by the influence on this trusted (target) set (default: the only one)")
     add("--by", choices=["mean", "sum"], default="mean", help="rank by mean or sum over tokens (default mean)")
-    add(
-        "--within",
-        choices=["all", "source"],
-        default="all",
-        help="take --top of all traces, or of each source (default all)",
-    )
+    within = "take --top of all traces, or of each source (default all)"
+    add("--within", choices=["all", "source"], default="all", help=within)
     add("--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row")
 
 
@@ -67,36 +60,32 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.top = 1.0
     if arguments.above is not None and arguments.within == "source":
         raise UserError("--within: found source together with --above; expected it with --top")
-    output = arguments.output
+    output, weights = arguments.output, arguments.weights
     origin = output.with_name(f"{output.name}.origin.json")
-    if arguments.weights is not None:
+    if weights is not None:
         from vcore_ds.commands.token_weights import parse_sharpness, write_weights
 
         if output.suffix != ".parquet" or arguments.with_utility:
             wrong = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
             raise UserError(f"--output: found {wrong}; expected a .parquet file of tokens, without --with-utility")
-        sharpness = parse_sharpness(arguments.weights)
-    for path in (output,) if arguments.weights is not None else (output, origin):
+        sharpness = parse_sharpness(weights)
+    for path in (output, origin):
         refuse_existing(path, NEW_FILE)
     selection = read_kept(read_keep(arguments), name_argument)
+    scores = selection.scores
     with writing("--output", output, NEW_FILE):
-        if arguments.weights is not None:
+        if weights is not None:
             write_weights(selection, sharpness, output)
             rest = f"train on it with: method.name=stored data.token_weights={output}"
         else:
-            _write_rows(selection, output, origin, arguments.with_utility)
+            entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
+            with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
+                # UTF-8 cannot encode half of a surrogate pair; the backslash escape of it is JSON's, too.
+                with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.writelines(f"{line}\n" for line in kept_lines(selection, arguments.with_utility))
+                unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             rest = f"how the rows were selected: {origin}"
     print(f"{selection.describe()}\nWritten: {output}; {rest}")
-
-
-def _write_rows(selection: "KeptTraces", output: Path, origin: Path, with_utility: bool) -> None:
-    scores = selection.scores
-    entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
-    with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
-        # UTF-8 cannot encode half of a surrogate pair; the backslash escape of it is JSON's, too.
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(f"{line}\n" for line in kept_lines(selection, with_utility))
-        unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def name_argument(key: str) -> str:
@@ -115,41 +104,31 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
 
 
 def kept_lines(selection: "KeptTraces", with_utility: bool) -> Iterator[str]:
-    """Yield the rows of the selected traces as JSON, in the order of the data. Raises UserError where a source is
-    missing, has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
+    """Yield the rows of the selected traces as JSON, by source, in the order of its rows. Raises UserError where a
+    source is missing, has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
     from vcore_ds.common.text import Progress
     from vcore_ds.data.scores_folder import read_traces, utility_columns
 
-    keep = selection.keep
+    keep, positions = selection.keep, selection.positions.tolist()
     assert keep.set is not None  # `read_kept` has found its name
     columns = utility_columns(keep.set)[:3]
     traces = read_traces(Path(keep.scores), ["row", *columns])
-    with Progress("Reading rows", len(selection.positions)) as progress:
-        for positions in passes_over_sources(selection, traces["row"].tolist()):
-            source = str(selection.sources[positions[0]])
-            numbers = [int(traces["row"][position]) for position in positions]
-            rows = read_rows(source, selection.scores.data.fingerprints.get(source), numbers)
-            for position, number, row in zip(positions, numbers, rows, strict=True):
-                if with_utility:
-                    row |= {key: traces[columns[place]][position].item() for key, place in UTILITY_KEYS.items()}
-                yield write_row(row, f"{source}:{number + 1}")
-                progress.advance()
+    of_source: dict[str, dict[int, list[int]]] = {}  # positions by row: a source may be named twice
+    for position in positions:
+        rows = of_source.setdefault(str(selection.sources[position]), {})
+        rows.setdefault(int(traces["row"][position]), []).append(position)
+    with Progress("Reading rows", len(positions)) as progress:
+        for source, wanted in of_source.items():
+            for number, row in read_rows(source, selection.scores.data.fingerprints.get(source), wanted):
+                for position in wanted[number]:
+                    if with_utility:
+                        row |= {key: traces[columns[place]][position].item() for key, place in UTILITY_KEYS.items()}
+                    yield write_row(row, f"{source}:{number + 1}")
+                    progress.advance()
 
 
-def passes_over_sources(selection: "KeptTraces", rows: Sequence[int]) -> list[list[int]]:
-    """Split the selected positions into passes over a source file, each with ascending rows. A source that was named
-    twice to `vcore-ds prepare` takes two passes."""
-    passes: list[list[int]] = []
-    for position in selection.positions.tolist():
-        previous = passes[-1][-1] if passes else position
-        if selection.sources[position] != selection.sources[previous] or rows[position] <= rows[previous]:
-            passes.append([])
-        passes[-1].append(position)
-    return passes
-
-
-def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Read the rows of a file with these numbers, which ascend; blank lines count."""
+def read_rows(source: str, fingerprint: str | None, wanted: Collection[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read the rows of a file with these numbers, each with its number; blank lines count."""
     from vcore_ds.data.prepare.sources import Broken, describe_source, find_files
 
     if not Path(source).is_file():
@@ -158,28 +137,17 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
             "the files that were scored. Run the command where they are; for a data set on the hub, score a downloaded "
             "copy"
         )
-    files = find_files([source], "train")
-    if fingerprint != describe_source(files)[0]["fingerprint"]:
-        refuse_changed(source)
-    wanted, num_rows = set(numbers), 0
-    for num_rows, row in enumerate(islice(files[0].rows(), numbers[-1] + 1), start=1):
-        if num_rows - 1 in wanted:
-            if isinstance(row, Broken):
-                refuse_changed(source)
-            yield row
-    if missing := [number for number in numbers if number >= num_rows]:
+    files, num_read = find_files([source], "train"), 0
+    is_same = fingerprint == describe_source(files)[0]["fingerprint"]
+    for number, row in enumerate(files[0].rows() if is_same else ()):
+        if number in wanted and not isinstance(row, Broken):
+            num_read += 1
+            yield number, row
+    if num_read < len(wanted):
         raise UserError(
-            f"SCORES: found row {missing[0] + 1:,} of {source}, which has {num_rows:,}; expected rows of the file. "
-            "Prepare and score again"
+            f"{source}: has changed since it was scored, or was scored by vcore_ds 0.7 or before; expected the same "
+            "file, whose rows the scores belong to. Restore it, or prepare and score it again"
         )
-
-
-def refuse_changed(source: str) -> NoReturn:
-    """Raise the UserError for a source whose rows may differ from those that were scored."""
-    raise UserError(
-        f"{source}: has changed since it was scored, or was scored by vcore_ds 0.7 or before, which did not read all "
-        "of it; expected the same file, whose rows the scores belong to. Restore it, or prepare and score it again"
-    )
 
 
 def write_row(row: Mapping[str, Any], where: str) -> str:
@@ -189,17 +157,12 @@ def write_row(row: Mapping[str, Any], where: str) -> str:
     def write_time(value: Any) -> str:
         if isinstance(value, date | time):
             return value.isoformat()
-        raise TypeError
+        raise TypeError(f"found {value!r:.80}")
 
-    write = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=write_time)
-    items = []
-    for key, value in row.items():
-        try:
-            items.append(f"{write(key)}: {write(value)}")
-        except (TypeError, ValueError, RecursionError):
-            raise UserError(
-                f"{where}: {key}: found {reprlib.repr(value)}, which JSON cannot represent; expected text, finite "
-                "numbers, dates, lists and objects. Select the rows by number instead: scores.parquet in SCORES has "
-                "source, row and rank of each"
-            ) from None
-    return f"{{{', '.join(items)}}}"
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=write_time)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where}: {error}, which JSON cannot represent; expected text, finite numbers, dates, lists and objects. "
+            "Select the rows by number instead: scores.parquet in SCORES has source, row and rank of each"
+        ) from None
