@@ -27,6 +27,7 @@ from vcore_ds.commands.score.results import (
 )
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
+from vcore_ds.config.resume import flat_values
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import (
@@ -145,7 +146,8 @@ def describe_identity(
     """Identity of a scoring's inputs; the digests of its sets are their paths."""
     inputs = read(target, *overrides, sets=sets, checkpoint=checkpoint)
     description = replace(DESCRIPTION, checkpoints=inputs.checkpoints)
-    return describe_inputs(inputs.recipe, description, {"zero_optimization": {"stage": 3}, "bf16": {}}, inputs.sets)
+    config = {"zero_optimization": {"stage": 3}, "bf16": {}}
+    return describe_inputs(flat_values(inputs.recipe), description, config, inputs.sets)
 
 
 @pytest.mark.parametrize(

@@ -305,10 +305,6 @@ def test_the_kept_rows_are_those_of_the_files(two_files: Path, capsys: pytest.Ca
     output.unlink()
     assert main(words) == 2 and "kept.jsonl.origin.json: is there already" in capsys.readouterr().err
     assert json.loads((two_files / "kept.jsonl.origin.json").read_text()) == origin and not output.exists()
-    (two_files / "kept.jsonl.origin.json").unlink()
-    assert main([*words[:2], "--top", "0.34", "--with-utility", "--output", str(output)]) == 0
-    kept = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(row["id"], row["vcore_utility_mean"], row["vcore_rank"]) for row in kept] == [(2, 2.0, 2), (4, 4.0, 1)]
 
 
 def test_rows_that_changed_since_they_were_scored_are_refused(

@@ -195,10 +195,9 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
     for task in first[0].correct:
         shares = {one.side: one.truncated_share for one in results if one.task == task}
         listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-        if max(shares.values()) - min(shares.values()) >= DIFFERING_TRUNCATED_SHARE:
-            yield f"{task}: truncated shares differ ({listed}), so part of a difference may be length"
-        elif max(shares.values()) >= LARGE_TRUNCATED_SHARE:
-            yield f"{task}: many outputs were truncated ({listed}). Evaluate with more new tokens"
+        most, least = max(shares.values()), min(shares.values())
+        if most >= LARGE_TRUNCATED_SHARE or most - least >= DIFFERING_TRUNCATED_SHARE:
+            yield f"{task}: outputs were truncated ({listed}): part of a difference may be length"
     for one in results:
         if one.difference is not None and len(first) == 1:
             num_differing = one.difference.num_better + one.difference.num_worse

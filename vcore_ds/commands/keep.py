@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from datetime import date, time
 from pathlib import Path
@@ -26,8 +27,6 @@ DESCRIPTION = (
     "--output kept.jsonl"
 )
 NEW_FILE = "a new file in a folder that can be written"
-UTILITY_KEYS = {"vcore_utility_mean": 1, "vcore_utility_sum": 0, "vcore_rank": 2}
-"""Keys of --with-utility -> index in `utility_columns`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", choices=["mean", "sum"], default="mean", help="rank by mean or sum over tokens (default mean)")
     within = "take --top of all traces, or of each source (default all)"
     add("--within", choices=["all", "source"], default="all", help=within)
-    add("--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -65,9 +63,8 @@ def main(arguments: argparse.Namespace) -> None:
     if weights is not None:
         from vcore_ds.commands.token_weights import parse_sharpness, write_weights
 
-        if output.suffix != ".parquet" or arguments.with_utility:
-            wrong = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
-            raise UserError(f"--output: found {wrong}; expected a .parquet file of tokens, without --with-utility")
+        if output.suffix != ".parquet":
+            raise UserError(f"--output: found {output} with --weights; expected a .parquet file of tokens")
         sharpness = parse_sharpness(weights)
     for path in (output, origin):
         refuse_existing(path, NEW_FILE)
@@ -82,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
             with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
                 # UTF-8 cannot encode half of a surrogate pair; the backslash escape of it is JSON's, too.
                 with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.writelines(f"{line}\n" for line in kept_lines(selection, arguments.with_utility))
+                    file.writelines(f"{line}\n" for line in kept_lines(selection))
                 unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             rest = f"how the rows were selected: {origin}"
     print(f"{selection.describe()}\nWritten: {output}; {rest}")
@@ -103,28 +100,21 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
         raise RecipeError(f"{name_argument(key)}: {text}" for (*_, key), text in problems.items()) from None
 
 
-def kept_lines(selection: "KeptTraces", with_utility: bool) -> Iterator[str]:
+def kept_lines(selection: "KeptTraces") -> Iterator[str]:
     """Yield the rows of the selected traces as JSON, by source, in the order of its rows. Raises UserError where a
     source is missing, has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
     from vcore_ds.common.text import Progress
-    from vcore_ds.data.scores_folder import read_traces, utility_columns
+    from vcore_ds.data.scores_folder import read_traces
 
-    keep, positions = selection.keep, selection.positions.tolist()
-    assert keep.set is not None  # `read_kept` has found its name
-    columns = utility_columns(keep.set)[:3]
-    traces = read_traces(Path(keep.scores), ["row", *columns])
-    of_source: dict[str, dict[int, list[int]]] = {}  # positions by row: a source may be named twice
+    positions, row_of = selection.positions.tolist(), read_traces(Path(selection.keep.scores), ["row"])["row"]
+    of_source: dict[str, Counter[int]] = {}  # how often each row is kept: a source may be named twice
     for position in positions:
-        rows = of_source.setdefault(str(selection.sources[position]), {})
-        rows.setdefault(int(traces["row"][position]), []).append(position)
+        of_source.setdefault(str(selection.sources[position]), Counter())[int(row_of[position])] += 1
     with Progress("Reading rows", len(positions)) as progress:
-        for source, wanted in of_source.items():
-            for number, row in read_rows(source, selection.scores.data.fingerprints.get(source), wanted):
-                for position in wanted[number]:
-                    if with_utility:
-                        row |= {key: traces[columns[place]][position].item() for key, place in UTILITY_KEYS.items()}
-                    yield write_row(row, f"{source}:{number + 1}")
-                    progress.advance()
+        for source, times in of_source.items():
+            for number, row in read_rows(source, selection.scores.data.fingerprints.get(source), times):
+                yield from [write_row(row, f"{source}:{number + 1}")] * times[number]
+                progress.advance(times[number])
 
 
 def read_rows(source: str, fingerprint: str | None, wanted: Collection[int]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -43,24 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", choices=["paper"], help="greedy, 8,192 new tokens (default: as generation_config.json recommends)")
     add("--samples", type=positive, metavar="N", help="answers per problem (default: 16 for AIME, else 1)")
     add("--limit", type=positive, metavar="N", help="evaluate the first N problems of each task")
-    add(
-        "--max-new-tokens",
-        type=positive,
-        metavar="N",
-        help="maximum for an answer (default 32,768; arithmetic 96, champ 256)",
-    )
+    most = "maximum for an answer (default 32,768; arithmetic 96, champ 256)"
+    add("--max-new-tokens", type=positive, metavar="N", help=most)
     add("--temperature", type=temperature, metavar="T", help="0 for greedy decoding")
     add("--top-p", type=share, metavar="P", help="sample from the most likely tokens with this total probability")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; -1 for all")
     add("--seed", type=int, metavar="N", help="seed of the evaluation (default 42)")
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="precision without --url (default bf16)")
-    add(
-        "--batch-size",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="answers generated together, or requests sent together (default 16)",
-    )
+    batch = "answers generated together, or requests sent together (default 16)"
+    add("--batch-size", type=positive, default=16, metavar="N", help=batch)
     add("--url", metavar="URL", help="OpenAI-compatible server of the model, such as http://localhost:8000/v1")
     add("--served-name", metavar="NAME", help="the model's name on the server (default: RUN|MODEL)")
 

@@ -118,7 +118,7 @@ def export_run(
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     if base_model is not None and not is_hub_id(base_model):
         raise UserError(f"--base-model: found {base_model}; expected OWNER/NAME, its id on the hub")
-    check_base_model(recipe)
+    check_model_folder(recipe.model.path)  # for its configuration and for weights that were not trained
     if output is not None:
         refuse_existing(output, NEW_FOLDER)
     # Checked before the checksums, which take minutes.
@@ -156,17 +156,6 @@ def export_run(
     seconds = time.perf_counter() - started
     print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
     return folder
-
-
-def check_base_model(recipe: Recipe) -> None:
-    """Raises UserError if the base model is missing: the export needs its configuration."""
-    try:
-        check_model_folder(recipe.model.path)
-    except UserError as error:
-        raise UserError(
-            f"{error}. The export needs the base model for its configuration and for weights that were not trained; a "
-            "relative path is taken from the working directory, as in training"
-        ) from None
 
 
 def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> TrainedWeights:

@@ -20,12 +20,11 @@ import numpy as np
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
 from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, write_results
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
-from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
+from vcore_ds.common.paths import check_folder, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.common.version import __version__
 from vcore_ds.config.resume import flat_values
-from vcore_ds.config.schema import Recipe
 from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.scores_folder import PAGE, ScoredCheckpoint, ScoredData, Scores
@@ -77,7 +76,6 @@ def score(inputs: ScoreInputs) -> None:
             with writing("--output", inputs.output, NEW_FOLDER):
                 check_folder(inputs.output)
                 held.enter_context(unfinished_work(inputs.output, console.say))
-            refuse_existing(inputs.output, NEW_FOLDER)  # another process may have finished it while this one waited
 
         run_on_first_rank(hold)
         Scoring(inputs, unfinished_path(inputs.output)).run()
@@ -102,9 +100,8 @@ class Scoring:
                     f"{number:,} of the traces to score are in {name} too: a trace that its own gradient scores ranks "
                     "high, whatever it is worth to the others. A run leaves out those in data.probe_path"
                 )
-        self.feed = build_feed(
-            recipe.method, recipe.probe, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed
-        )
+        feed = (recipe.method, recipe.probe, self.plan, self.store, reader.pad_token_id)
+        self.feed = build_feed(*feed, seed=recipe.run.seed)
         checkpoints: list[ScoredCheckpoint | None] = [*inputs.checkpoints] or [None]
         self.passes = [
             ScoringPass(folder / f"pass_{number:03d}", name, checkpoint)
@@ -132,8 +129,7 @@ class Scoring:
         probes = [plan.lay_out_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
         passes: dict[BatchKind, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
         counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-        on_gpu = device().type == "cuda"
-        memory = plan_memory(self.plan_settings, plan, ds_config, passes, counts, on_gpu=on_gpu)
+        memory = plan_memory(self.plan_settings, plan, ds_config, passes, counts, on_gpu=device().type == "cuda")
         if memory is None:
             return None
         # Only the pass over a trusted set has a backward; the one over the data has none.
@@ -144,7 +140,7 @@ class Scoring:
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
         digests = {name: trusted.digest for name, trusted in self.sets.items()}
-        identity = describe_inputs(self.inputs.recipe, self._description(), ds_config, digests)
+        identity = describe_inputs(flat_values(self.inputs.recipe), self._description(), ds_config, digests)
         with writing("--output", self.folder, NEW_FOLDER):
             resume_or_begin(self.folder, identity, console.say, again=self.inputs.again)
 
@@ -152,19 +148,13 @@ class Scoring:
         """On rank 0: for each pass, the positions of the sequences not yet scored, longest first: a pass that does not
         fit in memory fails at once."""
         by_length = sorted(range(len(self.store)), key=lambda i: -self.store.lengths[i])
-        done = [one.read_positions() for one in self.passes]
-        remaining = [[i for i in by_length if i not in finished] for finished in done]
-        total = len(by_length) * len(remaining)
-        if (num_done := total - sum(map(len, remaining))) > 0:
-            console.say(f"{num_done:,} of {total:,} sequences were scored before")
-        return remaining
+        return [[i for i in by_length if i not in done] for done in (one.read_positions() for one in self.passes)]
 
     def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
         recipe = self.inputs.recipe
         direction = build_direction(engine, recipe.probe, recipe.utility)
         checkpoints, loaded, model = Path(recipe.run.output_dir) / "checkpoints", None, recipe.model.path
-        has_adapters = recipe.lora is not None
-        frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(model, has_adapters=has_adapters))
+        frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(model, has_adapters=recipe.lora is not None))
         is_checked = False
         for one, positions in zip(self.passes, remaining, strict=True):
             if not positions:
@@ -244,8 +234,7 @@ class Scoring:
         scored = {i: arrays for part in layout.gather_objects("job", rank_arrays) for i, arrays in part.items()}
         wrong = [i for i, arrays in scored.items() if not all(np.isfinite(values).all() for values in arrays)]
         if wrong:
-            shown = ", ".join(map(str, sorted(wrong)[:8])) + (" ..." if len(wrong) > 8 else "")
-            raise NonFiniteLoss(f"data.train_path: loss or utility is not finite of the sequences at positions {shown}")
+            raise NonFiniteLoss(f"data.train_path: loss or utility is not finite of {len(wrong)} traces: {wrong[:8]}")
         return [ScoredSequence(i, *scored[i]) for i in chunk]
 
     def _write(self) -> None:
@@ -286,16 +275,16 @@ class Scoring:
 
 
 def describe_inputs(
-    recipe: Recipe, description: Scores, deepspeed_config: Mapping[str, Any], digests: Mapping[str, str]
+    recipe: Mapping[str, Any], description: Scores, deepspeed_config: Mapping[str, Any], digests: Mapping[str, str]
 ) -> dict[str, Any]:
     """The identity of a scoring, for JSON: all that its losses and utilities depend on. Unfinished work is resumed only
     for the same identity. It includes every key of the recipe except `WITHOUT_EFFECT`, so that no new key can be
-    forgotten. `digests`: of each trusted set."""
+    forgotten. `recipe`: its values by dotted key; `digests`: of each trusted set."""
     return {
         **asdict(replace(description, date="")),
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "recipe": {key: value for key, value in flat_values(recipe).items() if key not in WITHOUT_EFFECT},
+        "recipe": {key: value for key, value in recipe.items() if key not in WITHOUT_EFFECT},
         # Neither ZeRO-3's settings (offload, bucket sizes) nor the number of ranks changes a result.
         "deepspeed": {k: v for k, v in deepspeed_config.items() if k not in ("zero_optimization", "train_batch_size")},
         "sets": dict(digests),
