@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vcore_ds.common.statistics import Interval, accuracy_interval, t_estimate, two_way_estimate
+from vcore_ds.common.statistics import Interval
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(24)
 
@@ -37,10 +37,12 @@ class Setting:
 class World:
     """Drawn answers, and the true difference in each sense: second side minus first."""
 
-    correct: np.ndarray
-    """Number of right answers: [2, seeds, problems]."""
-    accuracies: np.ndarray
-    """Accuracy of each checkpoint on problems like these: [2, seeds]."""
+    samples: np.ndarray
+    """Whether each answer of the first side's first checkpoint is right: [problems, samples]."""
+    differences: np.ndarray
+    """Differences of the problems' means: [seeds, problems]."""
+    accuracy: float
+    """Accuracy of that checkpoint on problems like these."""
     checkpoints: float
     """Difference of the checkpoints on problems like these, mean over seeds."""
     methods: float
@@ -64,9 +66,11 @@ def draw_worlds(setting: Setting, num_worlds: int, seed: int) -> Iterator[World]
         logits = difficulty + by_method[:, None] + (by_checkpoint - strengths[:, None])[..., None]
         probabilities = sigmoid(logits + generator.normal(0, setting.problem_noise, shape))
         accuracies = mean_sigmoid(setting.difficulty_mean + by_checkpoint, problem_noise)
+        correct = generator.binomial(setting.num_samples, probabilities)
         yield World(
-            correct=generator.binomial(setting.num_samples, probabilities),
-            accuracies=accuracies,
+            samples=(np.arange(setting.num_samples) < correct[0, 0][:, None]).astype(np.float64),
+            differences=(correct[1] - correct[0]) / setting.num_samples,
+            accuracy=float(accuracies[0, 0]),
             checkpoints=float(np.diff(accuracies.mean(1))[0]),
             methods=float(np.diff(method_accuracies)[0]),
             methods_here=float(np.diff(mean_sigmoid(difficulty + by_method, one_checkpoint).mean(1))[0]),
@@ -82,44 +86,9 @@ def mean_sigmoid(logits: np.ndarray, noise: float) -> np.ndarray:
     return sigmoid(logits[..., None] + noise * _NODES) @ (_WEIGHTS / _WEIGHTS.sum())
 
 
-# ---- intervals -------------------------------------------------------------------------------------------------------
-
-
-def estimate_over_problems(world: World, setting: Setting) -> Interval | None:
-    return t_estimate(_differences(world, setting)[0]).interval
-
-
-def estimate_with_averaged_seeds(world: World, setting: Setting) -> Interval | None:
-    """Interval over problems after averaging seeds. `vcore-ds compare` does not offer it: its coverage is too low."""
-    return t_estimate(_differences(world, setting).mean(0)).interval
-
-
-def estimate_over_seeds(world: World, setting: Setting) -> Interval | None:
-    return t_estimate(_differences(world, setting).mean(1)).interval
-
-
-def estimate_two_way(world: World, setting: Setting) -> Interval | None:
-    return two_way_estimate(_differences(world, setting)).interval
-
-
-def estimate_accuracy(world: World, setting: Setting) -> Interval:
-    """Interval of the accuracy of the first side's first checkpoint."""
-    samples = np.arange(setting.num_samples) < world.correct[0, 0][:, None]
-    return accuracy_interval(samples.astype(np.float64))
-
-
-def _differences(world: World, setting: Setting) -> np.ndarray:
-    """Differences of the problems' means: [seeds, problems]."""
-    return (world.correct[1] - world.correct[0]) / setting.num_samples
-
-
-EstimateInterval = Callable[[World, Setting], Interval | None]
-ReadTruth = Callable[[World], float]
-
-
 def measure_coverage(
     setting: Setting,
-    pairs: Sequence[tuple[EstimateInterval, ReadTruth]],
+    pairs: Sequence[tuple[Callable[[World], Interval | None], Callable[[World], float]]],
     *,
     num_worlds: int,
     seed: int = 0,
@@ -128,22 +97,6 @@ def measure_coverage(
     covered = np.zeros(len(pairs))
     for world in draw_worlds(setting, num_worlds, seed):
         for i, (estimate, read_truth) in enumerate(pairs):
-            interval = estimate(world, setting)
+            interval = estimate(world)
             covered[i] += interval is not None and interval[0] <= read_truth(world) <= interval[1]
     return (covered / num_worlds).tolist()
-
-
-def checkpoints(world: World) -> float:
-    return world.checkpoints
-
-
-def methods(world: World) -> float:
-    return world.methods
-
-
-def methods_here(world: World) -> float:
-    return world.methods_here
-
-
-def accuracy(world: World) -> float:
-    return float(world.accuracies[0, 0])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -9,20 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tests.helpers.coverage import (
-    Setting,
-    accuracy,
-    checkpoints,
-    estimate_accuracy,
-    estimate_over_problems,
-    estimate_over_seeds,
-    estimate_two_way,
-    estimate_with_averaged_seeds,
-    measure_coverage,
-    methods,
-    methods_here,
-)
+from tests.helpers.coverage import Setting, World, measure_coverage
 from vcore_ds.common.statistics import (
+    Interval,
     accuracy_interval,
     cell,
     holm,
@@ -173,28 +163,44 @@ NUM_WORLDS = 1900
 """0.02 on either side of 0.95 is then four binomial standard errors: 4 sqrt(0.95 * 0.05 / 1900)."""
 
 
+def over_problems(world: World) -> Interval | None:
+    return t_estimate(world.differences[0]).interval
+
+
+def over_seeds(world: World) -> Interval | None:
+    return t_estimate(world.differences.mean(1)).interval
+
+
+checkpoints, methods, methods_here = (attrgetter(name) for name in ("checkpoints", "methods", "methods_here"))
+
+
 @pytest.mark.parametrize(("num_problems", "num_samples"), [(674, 1), (60, 4)])
 def test_intervals_of_one_run_each_cover_the_checkpoints(num_problems: int, num_samples: int) -> None:
-    pairs = [(estimate_over_problems, checkpoints), (estimate_accuracy, accuracy)]
+    accuracy = (lambda world: accuracy_interval(world.samples), attrgetter("accuracy"))
+    pairs = [(over_problems, checkpoints), accuracy]
     for share in measure_coverage(Setting(num_problems, num_samples), pairs, num_worlds=NUM_WORLDS):
         assert 0.93 <= share <= 0.97
 
 
 @pytest.mark.parametrize(("num_problems", "num_seeds"), [(674, 3), (60, 5)])
 def test_intervals_over_seeds_cover_the_methods(num_problems: int, num_seeds: int) -> None:
-    (share,) = measure_coverage(
-        Setting(num_problems, 1, num_seeds), [(estimate_over_seeds, methods_here)], num_worlds=NUM_WORLDS
-    )
+    setting = Setting(num_problems, 1, num_seeds)
+    (share,) = measure_coverage(setting, [(over_seeds, methods_here)], num_worlds=NUM_WORLDS)
     assert 0.93 <= share <= 0.97
 
 
 def test_intervals_that_ignore_a_source_of_spread_do_not_cover_the_methods() -> None:
     """Why problems alone are not enough, and what two-way clustering is for."""
-    (one_run,) = measure_coverage(Setting(674, 4), [(estimate_over_problems, methods)], num_worlds=400)
-    (averaged,) = measure_coverage(Setting(674, 4, 3), [(estimate_with_averaged_seeds, methods)], num_worlds=400)
-    assert one_run < 0.8 and averaged < 0.8
+
+    def averaged(world: World) -> Interval | None:
+        return t_estimate(world.differences.mean(0)).interval
+
+    def two_way(world: World) -> Interval | None:
+        return two_way_estimate(world.differences).interval
+
+    (one_run,) = measure_coverage(Setting(674, 4), [(over_problems, methods)], num_worlds=400)
+    (over_means,) = measure_coverage(Setting(674, 4, 3), [(averaged, methods)], num_worlds=400)
+    assert one_run < 0.8 and over_means < 0.8
     setting = Setting(60, 4, 3, seed_noise=0.05, problem_noise=0.3, method_noise=1.0)
-    over_seeds, both = measure_coverage(
-        setting, [(estimate_over_seeds, methods), (estimate_two_way, methods)], num_worlds=400
-    )
-    assert over_seeds < 0.9 and both >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)
+    seeds, both = measure_coverage(setting, [(over_seeds, methods), (two_way, methods)], num_worlds=400)
+    assert seeds < 0.9 and both >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)
