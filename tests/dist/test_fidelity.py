@@ -287,14 +287,12 @@ def measure(
 
 @dataclass
 class Upcast:
-    """Forward mode in the next higher precision against the exact derivative, for a tiny model and one rank's rows."""
+    """Forward mode in the next higher precision against the exact derivative, for a tiny model and one rank's packs."""
 
     dtype: torch.dtype
-    loss_error: float
-    """Largest, nats."""
+    loss_error: float  # largest, nats
     relative_error: float
-    relative_error_without: float
-    """Error of forward mode in the parameters' precision."""
+    relative_error_without: float  # in the parameters' precision
     leaves_nothing_behind: bool
 
 

@@ -72,7 +72,7 @@ def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_pa
     output_text = run_fidelity(arguments, tmp_path / "log", num_ranks=2)
     report = read_report(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in output_text
-    assert f"Trusted data: {setup.validation}: 5 sequences" in output_text and report["probe_batch_size"] == 2
+    assert report["probe_batch_size"] == 2
     jvp, fp8, searched, short = report["estimators"]
     assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1
     assert fp8["spearman"] > 0.9 and jvp["relative_error"] < fp8["relative_error"] < 0.3

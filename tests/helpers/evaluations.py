@@ -17,7 +17,6 @@ def write_answers(
     *,
     truncated: int = 0,
     sampling: Mapping[str, Any] = SAMPLING,
-    versions: Mapping[str, str] | None = None,
     model: str | None = None,
 ) -> Path:
     """Write an evaluation.
@@ -41,6 +40,5 @@ def write_answers(
         write_samples(folder, name, samples)
         results[name] = summarize(samples)
     described = {"path": model or str(folder / "model"), "base": None, "adapter": None}
-    versions = {"vcore_ds": "1"} if versions is None else versions
-    write_evaluation(folder, Evaluation(described, None, dict(sampling), dict(versions), results))
+    write_evaluation(folder, Evaluation(described, None, dict(sampling), {"vcore_ds": "1"}, results))
     return folder

@@ -45,7 +45,7 @@ def write_scores_folder(
         "num_supervised_tokens": numbers,
         "loss": np.linspace(0.5, 2.5, len(store)).astype(np.float32),
     }
-    shown = []
+    shown: list[dict[str, Any]] = []
     for name, values in means.items():
         mean = np.array(values, dtype=np.float32)
         rank = np.empty(len(mean), np.int64)
@@ -53,18 +53,11 @@ def write_scores_folder(
         percentile = (100 * (1 - (rank - 1) / max(1, len(mean) - 1))).astype(np.float32)
         columns |= dict(zip(utility_columns(name), (mean * numbers, mean, rank, percentile), strict=True))
         for i in np.flatnonzero((rank <= NUM_SHOWN) | (rank > len(mean) - NUM_SHOWN)).tolist():
-            sequence = store[i]
-            spread = np.linspace(-1, 1, int(numbers[i])) if numbers[i] > 1 else np.zeros(1)
-            shown.append(
-                {
-                    "set": name,
-                    "sequence": i,
-                    "tokens": sequence.input_ids,
-                    "supervised": sequence.supervised,
-                    "utilities": (mean[i] + spread).astype(np.float32),
-                    "losses": np.linspace(0, 3, int(numbers[i])).astype(np.float32),
-                }
-            )
+            sequence, num_tokens = store[i], int(numbers[i])
+            spread = np.linspace(-1, 1, num_tokens) if num_tokens > 1 else np.zeros(1)
+            row = {"set": name, "sequence": i, "tokens": sequence.input_ids, "supervised": sequence.supervised}
+            row |= {"utilities": (mean[i] + spread).astype(np.float32)}
+            shown.append(row | {"losses": np.linspace(0, 3, num_tokens).astype(np.float32)})
     tokenizer = store.manifest["tokenizer"]
     data = ScoredData(
         str(store.folder),
@@ -78,10 +71,6 @@ def write_scores_folder(
     sets = {name: TrustedSet(f"{name}.jsonl", "0" * 64, 8, 1.5, 0.25, 0.5, -0.1) for name in means}
     write_traces(folder, columns)
     write_tokens(folder, shown)
-    write_scores(
-        folder,
-        Scores(
-            data, str(model), compute_model_digest(str(model)), [], "sgd", "sequence", sets, "0", "2026-11-23T00:00:00Z"
-        ),
-    )
+    made_with = (str(model), compute_model_digest(str(model)), [], "sgd", "sequence")
+    write_scores(folder, Scores(data, *made_with, sets, "0", "2026-11-23T00:00:00Z"))
     return folder

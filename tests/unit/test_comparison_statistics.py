@@ -12,6 +12,7 @@ from scipy import stats
 
 from tests.helpers.coverage import Setting, World, measure_coverage
 from vcore_ds.common.statistics import (
+    Estimate,
     Interval,
     accuracy_interval,
     cell,
@@ -47,10 +48,7 @@ def test_the_t_interval_and_its_p_value_are_scipys(num: int) -> None:
 def test_values_without_spread_have_no_interval() -> None:
     # The last three are 0.1 but for rounding.
     for values in ([0.0] * 60, [0.25] * 60, [0.5, 0.25], [0.3 - 0.2, 0.4 - 0.3, 0.9 - 0.8]):
-        estimate = t_estimate(values)
-        assert (
-            estimate.value == pytest.approx(np.mean(values)) and estimate.interval is None and estimate.p_value is None
-        )
+        assert t_estimate(values) == Estimate(pytest.approx(np.mean(values)), None, None)
 
 
 @pytest.mark.parametrize(("better", "worse"), [(10, 3), (3, 10), (1, 0), (0, 0), (5, 5), (400, 330)])

@@ -61,20 +61,15 @@ def write_task_evaluation(folder: Path) -> Path:
     return folder
 
 
-def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -> None:
+def test_the_card_describes_training_and_results(run: Path, tmp_path: Path) -> None:
     evaluation = write_task_evaluation(tmp_path / "evaluation")
-    card, _ = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
+    card, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
     assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.base_model_relation == "adapter"
     assert card.data.library_name == "peft" and card.data.pipeline_tag == "text-generation"
     assert card.data.license == "apache-2.0"
     assert card.data.tags == ["vcore_ds", "vcore", "lora"]
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("aime", "accuracy", 0.4833)
-
-
-def test_the_card_describes_training_and_results(run: Path, tmp_path: Path) -> None:
-    evaluation = write_task_evaluation(tmp_path / "evaluation")
-    _, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
     for expected in (
         "# Qwen3-8B, fine-tuned with vcore (LoRA)",
         "A LoRA adapter for [Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",

@@ -369,20 +369,6 @@ def test_rows_of_a_source_that_was_named_twice_are_kept_each_time(
     assert [row["id"] for row in read_kept_rows(scores, "--top", str(top))] == expected
 
 
-def test_row_numbers_of_an_earlier_version_are_refused(
-    setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Earlier versions numbered the rows of the second b in `a b b` on from the first."""
-    file = write_rows(tmp_path / "b.jsonl", [make_chat_row(n) for n in range(2)])
-    scores = write_scored(tmp_path, setup, [file])
-    shutil.rmtree(scores)
-    store = TokenStore(tmp_path / "store")
-    write_scores_folder(scores, store, setup / "model", {"right": [0, 1]}, [str(file)] * 2, [1, 3])
-    assert main(["keep", str(scores), "--top", "1", "--output", str(tmp_path / "kept.jsonl")]) == 2
-    assert f"{file}: has changed since it was scored" in capsys.readouterr().err
-    assert not list(tmp_path.glob("kept*"))
-
-
 def test_values_without_a_json_type_are_converted(setup: Path, tmp_path: Path) -> None:
     moment = datetime(2026, 1, 2, 3, tzinfo=UTC)
     rows = [make_chat_row(n) | {"moment": moment, "day": [moment.date()], "clock": moment.time()} for n in range(2)]
@@ -435,13 +421,3 @@ def test_invalid_arguments_are_refused(
     assert main(["keep", scores, *words, "--output", str(tmp_path / "kept.jsonl")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"vcore-ds: {message}") and error.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "words", [["keep", "SCORES", "--top", "1", "--output", "FILE"], ["export", "RUN"], ["chat", "RUN"], ["recipes"]]
-)
-def test_a_command_without_overrides_refuses_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "by=sum", "data.keep.set=code"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"vcore-ds: {words[0]}: found by=sum data.keep.set=code; expected no more than its --help")
-    assert error.count("\n") == 1

@@ -29,7 +29,6 @@ FEWEST_DIFFERING = 5
 (docs/reports/comparing-coverage.md)."""
 LARGE_TRUNCATED_SHARE, DIFFERING_TRUNCATED_SHARE = 0.05, 0.02
 """Truncated shares, and differences between them, that cause a warning."""
-FORMAT = 3  # of --json
 WIDTH = 120
 NOTHING = "–"
 
@@ -50,19 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     # argparse ends a list where an option begins; cli.parse collects the evaluations that follow as overrides.
     folders, groups = [*arguments.evaluations, *arguments.overrides], arguments.group
-    names = [words[0] for words in groups]
-    if len({*map(os.path.realpath, folders)}) < max(2, len(folders)) and not groups:
-        listed = ", ".join(folders) or "nothing"
-        raise UserError(f"EVAL: found {listed}; expected two or more different evaluations, or --group twice or more")
-    if folders and groups:
-        raise UserError(f"EVAL: found {folders[0]} beside --group; expected one or the other")
-    if groups and (len({*names}) < max(2, len(names)) or min(map(len, groups)) < 2):
-        listed = ", ".join(" ".join(words) for words in groups)
-        raise UserError(f"--group: found {listed}; expected NAME EVAL [EVAL ...] twice or more, with different names")
-    if not groups:
+    if folders and not groups:
         root = os.path.commonpath(list(map(os.path.realpath, folders)))
         groups = [(os.path.relpath(os.path.realpath(folder), root), folder) for folder in folders]
-    sides = read_sides({name: list(map(Path, members)) for name, *members in groups}, arguments.tasks)
+    elif folders:
+        raise UserError(f"EVAL: found {folders[0]} beside --group; expected one or the other")
+    names, members = [words[0] for words in groups], [folder for words in groups for folder in words[1:]]
+    sizes = {len(words) - 1 for words in groups}
+    are_different = len({*names}) == len(names) and len({*map(os.path.realpath, members)}) == len(members)
+    if len(groups) < 2 or not are_different or len(sizes) > 1 or sizes & {0, 2}:
+        listed = "; ".join(" ".join(words) for words in groups) or "nothing"
+        raise UserError(
+            f"EVAL: found {listed}; expected two or more different evaluations, or --group twice or more with other "
+            "names, each with one evaluation or with the same number of seeds, three or more: differences are paired "
+            "by seed, and fewer say too little about how seeds differ"
+        )
+    sides = read_sides({name: list(map(Path, folders)) for name, *folders in groups}, arguments.tasks)
     results = compare(sides)
     if arguments.json:
         print(json.dumps(as_dict(sides, results), indent=2, allow_nan=False))
@@ -102,13 +104,6 @@ class Result:
 def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Sides:
     """Read the evaluations of each side, the reference first; all tasks unless `tasks` names some. Raises UserError for
     damaged evaluations, and for those that differ in tasks, problems, sampling or number of samples."""
-    sizes = {len(members) for members in groups.values()}
-    if len(sizes) > 1 or sizes == {2}:
-        listed = ", ".join(f"{len(members)} of {name}" for name, members in groups.items())
-        raise UserError(
-            f"--group: found {listed}; expected one evaluation of each, or the same number of seeds, three or more: "
-            "differences are paired by seed, and fewer say too little about how seeds differ"
-        )
     read = {folder: read_evaluation(folder) for members in groups.values() for folder in members}
     names = list(dict.fromkeys(tasks or (name for evaluation in read.values() for name in evaluation.tasks)))
     if not names:
@@ -215,7 +210,7 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
 def as_dict(sides: Sides, results: Sequence[Result]) -> dict[str, Any]:
     has_seeds = results[0].num_seeds > 1
     return {
-        "format": FORMAT,
+        "format": 3,
         "intervals_are_about": "methods on these problems" if has_seeds else "these checkpoints",
         "sides": [{"name": name, "evaluations": [str(one.folder) for one in seeds]} for name, seeds in sides.items()],
         "results": [asdict(result) for result in results],

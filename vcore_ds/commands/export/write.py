@@ -1,7 +1,6 @@
 """Write a Hugging Face folder from a run's folder, in a single process without GPU or process group."""
 
 import hashlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -112,7 +111,6 @@ def export_run(
 
     Raises UserError for a user's mistake or a full disk, BadExport where the files read back differ from what was
     written; no folder `output` remains then."""
-    started = time.perf_counter()
     recipe = read_run_recipe(run)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
@@ -153,8 +151,7 @@ def export_run(
     except BaseException:
         discard(unfinished_path(folder))
         raise
-    seconds = time.perf_counter() - started
-    print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
+    print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights")
     return folder
 
 

@@ -44,7 +44,6 @@ from vcore_ds.training.run_folder import describe_environment
 from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import LEAST_RANK_CORRELATION, check_start
-from vcore_ds.training.start_screen import describe_data, describe_method, describe_model, describe_training
 from vcore_ds.training.step import take_direction
 from vcore_ds.training.weighting import token_weights
 from vcore_ds.utility.direction import Direction
@@ -175,12 +174,6 @@ def _measure(
     measured, probe_ids = choose_sequences(list_shares(dataset), num_trusted, probe_size, num_sequences, seed)
     if not method.uses_utilities:
         console.say(f"Note: method {method.name} has no utilities; measured with method.name=vcore")
-    lines = [f"Model: {describe_model(recipe.model, recipe.lora, None)}"]
-    lines.append(f"Data: {describe_training(recipe.data, dataset)}")
-    if trusted is not None and probe_path is not None:
-        lines.append(f"Trusted data: {describe_data(probe_path, trusted)}")
-    console.say("\n".join([*lines, f"Method: {describe_method(method, recipe.utility, probe, probe_path)}"]))
-
     engine = build_engine(plan_settings, ds_config)
     check_start(engine, feed)
     mark("measuring utilities")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
-from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, write_results
+from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, count_rows, write_results
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
@@ -249,7 +249,6 @@ class Scoring:
         """scores.json without the measured `sets`."""
         store, recipe = self.store, self.inputs.recipe
         manifest = store.manifest
-        num_rows, dropped = store.count_dropped_rows()
         return Scores(
             data=ScoredData(
                 recipe.data.train_name(),
@@ -259,8 +258,7 @@ class Scoring:
                 manifest["tokenizer"]["chat_template_hash"],
                 manifest["num_supervised_tokens"],
                 {one["file"]: one["fingerprint"] for one in manifest.get("source", []) if "file" in one},
-                num_rows=num_rows,
-                dropped=dropped,
+                **count_rows(store),
             ),
             model=recipe.model.path,
             model_digest=compute_model_digest(recipe.model.path),

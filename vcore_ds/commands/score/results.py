@@ -102,6 +102,11 @@ class ScoringPass:
                 yield from map(ScoredSequence, stored["position"].tolist(), *parts)
 
 
+def count_rows(store: TokenStore) -> dict[str, Any]:
+    """The last fields of a `DataSet`."""
+    return dict(zip(("num_rows", "dropped"), store.count_dropped_rows(), strict=True))
+
+
 def write_results(
     folder: Path,
     output: Path,
@@ -123,17 +128,9 @@ def write_results(
     for name, (source, trusted) in sets.items():
         own = [one for one in passes if one.set_name == name]
         total, mean, rank, _ = (columns[column] for column in utility_columns(name))
-        num_rows, dropped = trusted.count_dropped_rows()
-        measured[name] = scores_folder.TrustedSet(
-            source,
-            trusted.digest,
-            len(trusted),
-            *own[-1].read_set(),
-            length_correlation_sum=rank_correlation(total, num_tokens),
-            length_correlation_mean=rank_correlation(mean, num_tokens),
-            num_rows=num_rows,
-            dropped=dropped,
-        )
+        correlations = rank_correlation(total, num_tokens), rank_correlation(mean, num_tokens)
+        described = (source, trusted.digest, len(trusted), *own[-1].read_set(), *correlations)
+        measured[name] = scores_folder.TrustedSet(*described, **count_rows(trusted))
         by_rank = np.argsort(rank).tolist()
         rows += _make_token_rows(store, own, list(dict.fromkeys([*by_rank[:NUM_SHOWN], *by_rank[-NUM_SHOWN:]])))
     scores = replace(description, sets=measured)
@@ -243,16 +240,10 @@ ENDS = ("the highest mean utility", "the lowest mean utility")
 NUM_BINS = 40
 EDGES = (0.005, 0.995)
 """Quantiles that limit a histogram's bins; traces beyond them are counted in the outer bins."""
-MOST_POINTS = 3000  # maximum points of a scatter plot; of more traces, every k-th by rank is drawn
 MOST_SOURCES = 40  # maximum rows of the table of sources: those with the most traces
 ABOUT_HISTOGRAMS = (
     "Number of traces by utility: the mean over a trace's tokens, and their sum. The 0.5% highest and the 0.5% lowest "
     "are counted in the outermost bars. Point at a bar, or select the plot and press the arrow keys."
-)
-ABOUT_LENGTH = (
-    "A sum grows with the number of tokens: long traces have the largest, with either sign. A mean does not, but it "
-    "varies more for short traces, which are therefore over-represented at both ends. If the points spread less to the "
-    "right, selection by the mean prefers short traces; if they spread more, selection by the sum prefers long ones."
 )
 
 
@@ -305,23 +296,13 @@ def write_page(folder: Path) -> Page:
     columns = scores_folder.read_traces(folder, ["source", "row", "num_supervised_tokens", "loss", *names])
     texts = TokenTexts(load_tokenizer(str(find_local_folder(scores.model))), list(map(ShownTokens.from_row, shown)))
     encoded = [encode_scored(name, columns, shown, texts) for name in scores.sets]
-    drawn = [
-        (
-            {"key": f"{by}-{name}", "section": title, "title": name, "note": ""},
-            name,
-            columns[utility_columns(name)[place]],
-        )
-        for by, title, place in (("mean", "Mean over the tokens", 1), ("sum", "Sum over the tokens", 0))
+    histograms = [
+        {"key": f"{by}-{name}", "section": f"{by} over the tokens", "title": name, "note": "", **_histogram(utilities)}
+        for by, place in (("Mean", 1), ("Sum", 0))
         for name in scores.sets
+        for utilities in [columns[utility_columns(name)[place]].astype(np.float64)]
     ]
-    data = {
-        "histograms": [labels | _histogram(utilities.astype(np.float64)) for labels, _, utilities in drawn],
-        "points": [
-            labels | _points(columns, columns[utility_columns(name)[2]], utilities.astype(np.float64))
-            for labels, name, utilities in drawn
-        ],
-        "scores": [description for description, _ in encoded],
-    }
+    data = {"histograms": histograms, "scores": [description for description, _ in encoded]}
     num_sources = len(np.unique(columns["source"].astype(str)))
     fewer = [f"The {MOST_SOURCES} sources with the most traces, of {num_sources}."] * (num_sources > MOST_SOURCES)
     sources = [_sources_table(columns, name) for name in scores.sets]
@@ -335,29 +316,21 @@ def write_page(folder: Path) -> Page:
             in_text=False,
         ),
         Section("sources", "By source", "Sources", [*fewer, sources]),
-        Section("length", "Utility and length", "Length", [ABOUT_LENGTH, Drawing("points")], in_text=False),
         Section("traces", "The best and the worst traces", "Traces", [Drawing("viewer")], in_text=False),
     ]
+    steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
+    model = f"{scores.checkpoints[0].run} after step {steps}" if scores.checkpoints else scores.model
+    rank = f" (approximated: rank {scores.probe_rank})" if scores.probe_rank is not None else ""
+    jacobian = f" times the Jacobian of {scores.direction.capitalize()}'s update" * (scores.direction != "sgd")
     summary = (
         f"The influence of {count(scores.data.num_sequences, 'trace')} on {count(len(scores.sets), 'trusted set')} "
-        f"(the target or validation set of LESS). {_describe_weights(scores)} A utility is positive where learning the "
-        "trace lowers the set's loss."
+        f"(the target or validation set of LESS), with the weights of {model}, along the gradient of each set's loss"
+        f"{jacobian}{rank}. A utility is positive where learning the trace lowers the set's loss."
     )
     blobs = {f"scores-{place}": blob for place, (_, blob) in enumerate(encoded)}
     page = Page(f"Scores of {Path(scores.data.path).name}", summary, sections, data, blobs)
     write_text(folder / scores_folder.PAGE, page.html())
     return page
-
-
-def _describe_weights(scores: Scores) -> str:
-    model = scores.model
-    if scores.checkpoints:
-        steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
-        model = f"{scores.checkpoints[0].run} after step {steps}"
-    jacobian = f", multiplied by the Jacobian of {scores.direction.capitalize()}'s update,"
-    gradient = f"gradient{'' if scores.direction == 'sgd' else jacobian}"
-    rank = f" (approximated: rank {scores.probe_rank})" if scores.probe_rank is not None else ""
-    return f"Computed with the weights of {model}, along the {gradient} of each set's loss{rank}."
 
 
 def _histogram(utilities: np.ndarray) -> dict[str, Any]:
@@ -370,16 +343,6 @@ def _histogram(utilities: np.ndarray) -> dict[str, Any]:
     counts = np.bincount(places, minlength=last - first).tolist()
     readout = f"{(utilities > 0).sum():,} of {len(utilities):,} traces have a positive utility"
     return {"low": first * width, "width": width, "counts": counts, "readout": readout}
-
-
-def _points(columns: Columns, rank: np.ndarray, utilities: np.ndarray) -> dict[str, Any]:
-    """Length and utility of at most `MOST_POINTS` traces."""
-    order = np.argsort(rank, kind="stable")
-    order = order[columns["num_supervised_tokens"][order] > 0]
-    chosen = order[:: max(1, -(-len(order) // MOST_POINTS))]
-    values = [float(f"{value:.4g}") for value in utilities[chosen]]
-    tokens = columns["num_supervised_tokens"][chosen].tolist()
-    return {"tokens": tokens, "values": values, "readout": count(len(values), "trace")}
 
 
 def _sets_table(scores: Scores) -> Table:

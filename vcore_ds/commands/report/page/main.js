@@ -5,7 +5,6 @@ const xs = [...new Set(report.curves.flatMap((chart) => chart.series.flatMap((on
 if (report.groups.length > 1) document.getElementById("curves").querySelector("p").after(drawLegend());
 drawCharts("charts", report.curves, (chart) => drawCurves(chart, xs, shared));
 drawCharts("histograms", report.histograms, drawHistogram);
-drawCharts("points", report.points, drawPoints);
 const viewers = [["tokens", "viewer"], ["followed", "followed"], ["scores", "viewer"]].flatMap(([kind, place]) =>
   (report[kind].length ? [new Viewer(document.getElementById(place), kind)] : []));
 for (const viewer of viewers) await viewer.open(Math.max(0, report[viewer.kind].findIndex((run) => !run.isUniform)));

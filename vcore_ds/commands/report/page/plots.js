@@ -1,4 +1,4 @@
-// Plots: curves, histograms, points, and utility against loss. The pointer and the arrow keys read them.
+// Plots: curves, histograms, and utility against loss. The pointer and the arrow keys read them.
 
 const WIDTH = 340, DIGIT = 6.5; // of a plot; about that of a digit in its labels
 const MOST_DOTS = 16; // points of a curve that are marked
@@ -15,7 +15,7 @@ const axis = (low, high, values, more = {}) => ({ low, high, values, names: labe
 function makePlot(label, xAxis, yAxis, width = WIDTH, height = xAxis.title ? 210 : 190) {
   const left = Math.max(46, (yAxis.title ? 24 : 8) + DIGIT * Math.max(...yAxis.names.map((name) => name.length)));
   const [right, top, bottom] = [width - 8, 8, height - (xAxis.title ? 38 : 22)];
-  const share = ({ low, high, isLog }, value) => (low === high ? 0.5 : isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
+  const share = ({ low, high }, value) => (low === high ? 0.5 : (value - low) / (high - low));
   const x = (value) => left + share(xAxis, value) * (right - left);
   const y = (value) => bottom - share(yAxis, value) * (bottom - top);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": label });
@@ -128,23 +128,6 @@ function drawHistogram(chart) {
   svg.append(shape("line", { class: "zero", x1: x(0), x2: x(0), y1: top, y2: bottom }));
   const bars = [...counts.keys()].map((i) => ({ x: x(edge(i + 0.5)) }));
   return makeReadableFigure(chart, svg, bars, (i) => `${count(counts[i])} traces from ${number(edge(i))} to ${number(edge(i + 1))}`);
-}
-
-function drawPoints(chart) {
-  const { tokens, values } = chart, sorted = [...values].sort((a, b) => a - b);
-  const quantile = (share) => sorted[Math.round(share * (sorted.length - 1))] ?? 0;
-  const [bottom, top] = [Math.min(0, quantile(0.005)), Math.max(0, quantile(0.995))];
-  const margin = (top - bottom) * 0.05 || 1, [low, high] = [bottom - margin, top + margin];
-  const [shortest, longest] = [Math.min(...tokens), Math.max(...tokens)];
-  const lengths = [...new Set([0, 1 / 3, 2 / 3, 1].map((share) => Math.round(shortest * (longest / shortest) ** share)))];
-  const xAxis = axis(shortest, longest, lengths, { title: "supervised tokens", isLog: true });
-  const { svg, x, y, left, right } = makePlot(`${chart.title} against the number of supervised tokens.`, xAxis, axis(low, high, ticks(low, high, 4)));
-  const points = tokens.map((length, i) => ({ x: x(length), y: y(Math.max(low, Math.min(high, values[i]))) }));
-  for (const [i, point] of points.entries()) {
-    svg.append(shape("circle", { class: "dot", fill: signColour(values[i]), cx: point.x.toFixed(1), cy: point.y.toFixed(1), r: 2 }));
-  }
-  svg.append(shape("line", { class: "zero", x1: left, x2: right, y1: y(0), y2: y(0) }));
-  return makeReadableFigure(chart, svg, points, (i) => `${count(tokens[i])} tokens, utility ${number(values[i])}`);
 }
 
 // Charts in rows, one for each of their sections.
