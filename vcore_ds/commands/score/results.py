@@ -102,7 +102,7 @@ class ScoringPass:
                 yield from map(ScoredSequence, stored["position"].tolist(), *parts)
 
 
-def count_rows(store: TokenStore) -> dict[str, Any]:
+def count_rows(store: Store) -> dict[str, Any]:
     """The last fields of a `DataSet`."""
     return dict(zip(("num_rows", "dropped"), store.count_dropped_rows(), strict=True))
 
