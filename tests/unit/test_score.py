@@ -28,8 +28,6 @@ from vcore_ds.commands.score.results import (
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
 from vcore_ds.config.resume import flat_values
-from vcore_ds.data.prepare.convert import PrepareRequest
-from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import (
     ScoredCheckpoint,
     ScoredData,
@@ -290,21 +288,6 @@ def test_a_pass_without_the_file_of_its_set_has_no_positions(tmp_path: Path) -> 
     assert files.read_positions() == set()
     files.write_set(1.0, 1.0)
     assert files.read_positions() == {3}
-
-
-def test_a_store_knows_the_row_of_each_sequence_in_its_source(tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    row = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_text("\n".join([row, "", row]) + "\n")
-    second.write_text("\n".join(["", row]) + "\n")
-    for name, sources in (("both", [first, second]), ("one", [second])):
-        request = PrepareRequest("chat", tuple(map(str, sources)), str(tmp_path / "model"), "train", cutoff_length=64)
-        prepare(request, tmp_path / name, say=lambda line: None)
-    sources_read, rows = TokenStore(tmp_path / "both").origins()
-    assert sources_read == [str(first), str(first), str(second)] and rows.tolist() == [0, 2, 1]
-    sources_read, rows = TokenStore(tmp_path / "one").origins()
-    assert sources_read == [str(second)] and rows.tolist() == [1]
 
 
 def test_damaged_scores_are_named(tmp_path: Path) -> None:

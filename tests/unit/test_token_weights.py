@@ -1,13 +1,9 @@
 """Utilities of all tokens to a Parquet file, weights made of them, and their way into a batch."""
 
 import math
-import re
-import sys
 from collections.abc import Callable
-from dataclasses import make_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.helpers.commands import REPOSITORY
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_score import DESCRIPTION
 from tests.unit.test_store import make_sequences
@@ -245,29 +240,3 @@ def test_invalid_arguments_of_keep_are_refused(
     assert "expected a .parquet file" in message("--weights", "kl_budget=0.1", output=tmp_path / "refused.jsonl")
     (scores / "utilities.parquet").unlink()
     assert "found no utilities.parquet; expected" in message("--weights", "kl_budget=0.1")
-
-
-def test_the_loss_for_prime_rl_is_that_of_stored_weights(
-    weights: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page's lines, with the two classes of its documented interface in place of the library."""
-    page = (REPOSITORY / "docs" / "scoring.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(from prime_rl.*?)```", page, re.DOTALL)
-    module = ModuleType("prime_rl.trainer.rl.loss")
-    fields = ("trainer_logprobs", "inference_logprobs", "teacher_logprobs", "advantages", "loss_mask")
-    module.LossInputs = make_dataclass("LossInputs", fields)  # type: ignore[attr-defined]
-    module.LossOutputs = make_dataclass("LossOutputs", ("loss", "metrics"))  # type: ignore[attr-defined]
-    for name in ("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    row = pq.read_table(weights).to_pylist()[0]
-    labels, factors = torch.tensor(row["labels"]), torch.tensor(row["loss_weights"], dtype=torch.float32)
-    losses = torch.rand(len(labels), generator=torch.Generator().manual_seed(0))
-    outputs = names["weighted_loss"](module.LossInputs(-losses, None, None, factors, labels != IGNORED_LABEL))
-
-    sequence = StoredWeights(weights, store).add_to(0, store[0])
-    tokens = pack([[sequence]], 0).tokens(losses[labels != IGNORED_LABEL])
-    ours = (token_weights(MethodConfig(name="stored"), tokens).weights * tokens.losses).sum()
-    torch.testing.assert_close(outputs.loss, ours * len(tokens.losses))

@@ -23,21 +23,16 @@ DESCRIPTION = (
     "and no GPU. Prompts are rendered as in training. The same command resumes an interrupted evaluation. For large "
     "models use an OpenAI-compatible server (--url). docs/evaluation.md has examples."
 )
-EPILOG = (
-    "Tasks: arithmetic and champ need no download; aime (aime24, aime25), olympiad, math500, gsm8k, rbench and "
-    "supergpqa are read from the hub or a file."
-)
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that launchers set for a rank."""
 PAPER_MAX_NEW_TOKENS = 8_192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
     add = parser.add_argument
     add("model", metavar="RUN|MODEL", help="a model's folder or hub id, an adapter's folder, or the folder of a run")
     add("--output", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished evaluation's")
-    tasks = "tasks, each with a file, folder or hub id to read instead of its data set (default: arithmetic champ)"
+    tasks = "tasks of docs/evaluation.md, each with a file to read instead of its data set (default: arithmetic champ)"
     add("--tasks", nargs="+", default=["arithmetic", "champ"], metavar="NAME[=FILE]", help=tasks)
     add("--base", metavar="MODEL", help="base model of an adapter (default: the one it names)")
     add("--preset", choices=["paper"], help="greedy, 8,192 new tokens (default: as generation_config.json recommends)")

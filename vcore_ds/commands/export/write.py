@@ -1,6 +1,5 @@
 """Write a Hugging Face folder from a run's folder, in a single process without GPU or process group."""
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, writing
 from vcore_ds.config.schema import Recipe
@@ -48,8 +48,7 @@ class AdapterWeights:
 
     def __init__(self, folder: Path):
         self.name, file = folder.name, "adapter_model.safetensors"
-        with (folder / file).open("rb") as opened:
-            self.digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        self.digest = compute_file_digest(folder / file)
         self._tensors = read_header(folder / file)
         self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._tensors}
         self.shapes = {name: torch.Size(self._tensors[key].shape) for name, key in self._stored.items()}

@@ -217,10 +217,12 @@ def choose_sequences(
     if num_trusted is not None:
         others = drawn.permutation(num_trusted).tolist()
     if not measured or not others:
-        key, number, expected = ("train_path", len(order), 2) if num_trusted is None else ("probe_path", num_trusted, 1)
+        key, number = (
+            ("probe_path", num_trusted) if measured and num_trusted is not None else ("train_path", len(order))
+        )
         raise UserError(
-            f"data.{key}: found {count_text(number, 'sequence')} within data.cutoff_length; expected at least "
-            f"{expected}, to measure on and to take a probe of"
+            f"data.{key}: found {count_text(number, 'sequence')} within data.cutoff_length; expected some to measure "
+            "on and others to take a probe of"
         )
     return measured, others[:probe_size]
 

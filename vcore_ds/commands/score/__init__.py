@@ -25,9 +25,8 @@ DESCRIPTION = (
     "the set's loss, positive where learning the trace lowers the set's loss. Utilities are exact and cost one "
     "forward-mode (JVP) pass over the data per set, with no backward over the data and no stored gradients. Writes a "
     "table of all traces, the tokens of the best and the worst, and a page. The same command resumes a stopped "
-    "scoring. The sum over a trace's tokens is largest, with either sign, for long traces; the mean varies most for "
-    "short ones: the rank correlation of both with length is printed. Runs as one process, or under a launcher as one "
-    "process per rank. Example: vcore-ds score RECIPE.yaml data.probe_path=trusted.jsonl"
+    "scoring. Runs as one process, or under a launcher as one process per rank. Example: vcore-ds score RECIPE.yaml "
+    "data.probe_path=trusted.jsonl"
 )
 
 
