@@ -179,11 +179,13 @@ def evaluate(
     refuse_existing(folder / EVALUATION, "a new folder, or an unfinished evaluation")
     with writing("--output", folder):
         check_folder(folder)
-        questions = {task.name: _render_questions(task, tokenizer) for task in tasks}
+        prompts = {task.name: _digest(task.describe()) for task in tasks}  # for `vcore-ds compare`
+        logs = _find_logs(arguments, model, sampling, tasks, prompts)
+        tasks = [task._replace(problems=_render(task.problems, tokenizer)) for task in tasks]
         config = GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)
         described: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
         if arguments.url is None:
-            batches = _make_batches(tasks, sampling.seed, questions, arguments.batch_size)
+            batches = _make_batches(tasks, sampling.seed, arguments.batch_size)
             api = InProcessAPI(model, tokenizer, sampling, arguments.precision, batches)
             # inspect registers classes, but takes any callable that returns an instance.
             asked = Model(modelapi(name="vcore_ds")(lambda: lambda: api)(), config)  # type: ignore[call-arg]
@@ -193,16 +195,17 @@ def evaluate(
             url, name = arguments.url.rstrip("/"), arguments.served_name or model.path
             asked = open_server(url, name, model, tokenizer, config, sampling)
             described |= {"url": url, "served_name": name}
-        logs = _run(asked, _find_logs(arguments, model, sampling, tasks), arguments, sampling.seed, tasks, questions)
-        evaluation = _write_result(arguments, described, sampling, tasks, logs)
+        written = _run(asked, logs, arguments, sampling.seed, tasks)
+        settings = {**asdict(sampling), "prompts": prompts}
+        evaluation = _write_result(arguments, described, settings, tasks, written)
     print(f"Result: {folder}", flush=True)
     return evaluation
 
 
-def _render_questions(task: ChosenTask, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def _render(problems: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The problems as inspect asks them: rendered with the chat template, as in training, and tokenized here."""
     questions = []
-    for problem in task.problems:
+    for problem in problems:
         text = render_prompt([{"role": "user", "content": str(problem.input)}], tokenizer)
         tokens = {TOKENS: tokenizer(text, add_special_tokens=False)["input_ids"]}
         prompt = ChatMessageUser(content=text, metadata=tokens)
@@ -210,9 +213,7 @@ def _render_questions(task: ChosenTask, tokenizer: PreTrainedTokenizerBase) -> l
     return questions
 
 
-def _make_batches(
-    tasks: Sequence[ChosenTask], seed: int, questions: dict[str, list[Sample]], batch_size: int
-) -> list[list[Request]]:
+def _make_batches(tasks: Sequence[ChosenTask], seed: int, batch_size: int) -> list[list[Request]]:
     """Split the answers to generate into batches, in inspect's order of asking."""
     batches = []
     for task in tasks:
@@ -221,19 +222,14 @@ def _make_batches(
                 tuple((one.metadata or {})[TOKENS]), derive_seed(seed, task.name, one.id, epoch), task.max_new_tokens
             )
             for epoch in range(1, task.num_samples + 1)
-            for one in questions[task.name]
+            for one in task.problems
         ]
         batches += [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     return batches
 
 
 def _run(
-    model: Model,
-    logs: Path,
-    arguments: argparse.Namespace,
-    seed: int,
-    tasks: Sequence[ChosenTask],
-    questions: dict[str, list[Sample]],
+    model: Model, logs: Path, arguments: argparse.Namespace, seed: int, tasks: Sequence[ChosenTask]
 ) -> dict[str, EvalLog]:
     """Run inspect, which reuses the answers of earlier logs; return each task's log, without samples."""
     checker = AnswerChecker(ANSWER_SECONDS)
@@ -242,7 +238,7 @@ def _run(
             [
                 Task(
                     name=task.name,
-                    dataset=MemoryDataset(questions[task.name], name=task.name),
+                    dataset=MemoryDataset(task.problems, name=task.name),
                     epochs=task.num_samples,
                     solver=answer_with_seed(task.name, seed),
                     scorer=final_answer_scorer(task.kind, checker),
@@ -277,12 +273,16 @@ def _run(
 
 
 def _find_logs(
-    arguments: argparse.Namespace, model: NamedModel, sampling: Sampling, tasks: Sequence[ChosenTask]
+    arguments: argparse.Namespace,
+    model: NamedModel,
+    sampling: Sampling,
+    tasks: Sequence[ChosenTask],
+    prompts: dict[str, str],
 ) -> Path:
     """Return the folder of inspect's logs, named by all that must be equal for answers to be reused; a server's URL may
     differ. Raises UserError where the output has logs of another evaluation."""
     identity: list[Any] = [model.weights, model.adapter, asdict(sampling)]
-    identity += [[task.name, task.num_samples, task.max_new_tokens, task.describe()] for task in tasks]
+    identity += [[task.name, task.num_samples, task.max_new_tokens, prompts[task.name]] for task in tasks]
     if arguments.url is None:  # a model trained again has the same path but other weights
         identity += [arguments.precision, arguments.batch_size]
         identity += [compute_model_digest(model.weights)] if Path(model.weights).is_dir() else []
@@ -336,7 +336,7 @@ def derive_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) 
 def _write_result(
     arguments: argparse.Namespace,
     model: dict[str, Any],
-    sampling: Sampling,
+    sampling: dict[str, Any],
     tasks: Sequence[ChosenTask],
     logs: dict[str, EvalLog],
 ) -> Evaluation:
@@ -352,13 +352,9 @@ def _write_result(
         shares = f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}"
         rows.append((task.name, *counts, f"{result.accuracy:.1%}", *shares, f"{result.mean_tokens:,.1f}"))
     limits = {task.name: task.max_new_tokens for task in tasks}
-    settings = {
-        **asdict(sampling),
-        "max_new_tokens": limits if len({*limits.values()}) > 1 else next(iter(limits.values())),
-        "prompts": {task.name: _digest(task.describe()) for task in tasks},  # for `vcore-ds compare`
-    }
+    sampling["max_new_tokens"] = limits if len({*limits.values()}) > 1 else next(iter(limits.values()))
     versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}
-    evaluation = Evaluation(model, arguments.preset, settings, versions, results)
+    evaluation = Evaluation(model, arguments.preset, sampling, versions, results)
     evaluation_folder.write_evaluation(folder, evaluation)
     print("\n".join(["", *align_columns(rows)]), flush=True)
     return evaluation
@@ -370,17 +366,18 @@ def _read_samples(log: EvalLog) -> list[SampleResult]:
     for sample in read_eval_log(log.location, exclude_fields={"messages", "events"}).samples or ():
         output, score = sample.output, (sample.scores or {})["final_answer"]
         assert output.usage is not None  # `answer_with_seed` has checked it
-        result = SampleResult(
-            problem_id=str(sample.id),
-            sample=sample.epoch - 1,
-            correct=score.value == CORRECT,
-            answered=score.answer is not None,
-            truncated=output.stop_reason in ("max_tokens", "model_length"),
-            num_tokens=output.usage.output_tokens,
-            answer=score.answer,
-            output=output.completion,
+        results.append(
+            SampleResult(
+                problem_id=str(sample.id),
+                sample=sample.epoch - 1,
+                correct=score.value == CORRECT,
+                answered=score.answer is not None,
+                truncated=output.stop_reason in ("max_tokens", "model_length"),
+                num_tokens=output.usage.output_tokens,
+                answer=score.answer,
+                output=output.completion,
+            )
         )
-        results.append(result)
     return sorted(results, key=lambda result: (result.problem_id, result.sample))
 
 

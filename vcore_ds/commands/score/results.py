@@ -18,6 +18,7 @@ import numpy as np
 
 from vcore_ds.commands.report.page import (
     NOTHING,
+    Block,
     Drawing,
     Page,
     PageTrace,
@@ -306,15 +307,10 @@ def write_page(folder: Path) -> Page:
     num_sources = len(np.unique(columns["source"].astype(str)))
     fewer = [f"The {MOST_SOURCES} sources with the most traces, of {num_sources}."] * (num_sources > MOST_SOURCES)
     sources = [_sources_table(columns, name) for name in scores.sets]
+    drawn: list[Block] = [ABOUT_HISTOGRAMS, Drawing("histograms")]
     sections = [
         Section("sets", "", "", [_sets_table(scores)]),
-        Section(
-            "distribution",
-            "Distribution of the utility",
-            "Distribution",
-            [ABOUT_HISTOGRAMS, Drawing("histograms")],
-            in_text=False,
-        ),
+        Section("distribution", "Distribution of the utility", "Distribution", drawn, in_text=False),
         Section("sources", "By source", "Sources", [*fewer, sources]),
         Section("traces", "The best and the worst traces", "Traces", [Drawing("viewer")], in_text=False),
     ]
