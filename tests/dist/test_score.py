@@ -250,10 +250,8 @@ class Reference:
 
     def compute_direction(self, trusted: TokenStore) -> tuple[float, Tensor]:
         """Norm of the probe gradient (of the mean over traces of their mean losses), and the direction made from it."""
-        gradient = sum(self.compute_gradient(self.compute_losses(sequence).mean()) for sequence in trusted) / len(
-            trusted
-        )
-        along = gradient
+        losses = map(self.compute_losses, trusted)
+        along = gradient = sum(self.compute_gradient(one.mean()) for one in losses) / len(trusted)
         if "probe.direction=adam" in self.case.overrides:
             along = self.compute_adam_jacobian(gradient) * gradient
         return float(gradient.norm()), along
@@ -340,18 +338,16 @@ def test_utilities_are_inner_products_of_gradients(folder, references, world_siz
             assert np.abs(measured - exact).max() < 1e-5 * np.abs(exact).max(), (label, name)
             mean = exact / traces["num_supervised_tokens"]
             assert traces[f"utility_mean.{name}"] == pytest.approx(mean, abs=1e-5 * np.abs(mean).max())
-            assert traces[f"rank.{name}"][np.argsort(-traces[f"utility_mean.{name}"], kind="stable")].tolist() == list(
-                range(1, 31)
-            )
+            best_first = np.argsort(-traces[f"utility_mean.{name}"], kind="stable")
+            assert traces[f"rank.{name}"][best_first].tolist() == [*range(1, 31)]
             assert sorted(traces[f"percentile.{name}"]) == pytest.approx(np.linspace(0, 100, 30))
             assert scores.sets[name].gradient_norm == pytest.approx(oracle[f"norm.{name}"], rel=1e-5)
             correlation = spearmanr(traces["num_supervised_tokens"], measured).statistic
             assert scores.sets[name].length_correlation_sum == pytest.approx(correlation)
             for position, exact_tokens in zip((0, 29), oracle[f"tokens.{name}"], strict=True):
                 row, sequence = shown[name, position], store[position]
-                assert (
-                    row["tokens"] == sequence.input_ids.tolist() and row["supervised"] == sequence.supervised.tolist()
-                )
+                assert row["tokens"] == sequence.input_ids.tolist()
+                assert row["supervised"] == sequence.supervised.tolist()
                 assert row["utilities"] == pytest.approx(exact_tokens, abs=1e-5 * np.abs(exact_tokens).max())
         if case.steps:
             assert [checkpoint.step for checkpoint in scores.checkpoints] == list(case.steps)

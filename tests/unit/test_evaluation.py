@@ -55,31 +55,22 @@ def adapter(base: Path) -> Path:
     return folder
 
 
-Answer = tuple[str, str, int]
-"""Text, stop reason, tokens."""
-
-
 def answer(
     base: Path, requests: "list[Request]", sampling: Sampling = GREEDY, adapter: Path | None = None
-) -> list[Answer]:
+) -> list[tuple[str, str, int]]:
+    """Text, stop reason and number of tokens of each answer."""
     model = NamedModel(str(base), str(base), None if adapter is None else str(adapter))
     api = session.InProcessAPI(model, load_tokenizer(str(base)), sampling, "fp32", [requests])
-    outputs = api.answer(requests)
-    return [
-        (output.completion, output.stop_reason, output.usage.output_tokens)
-        for output in outputs
-        if output.usage is not None
-    ]
-
-
-def ask(num_words: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "word " * num_words}]
+    return [(one.completion, one.stop_reason, one.usage.output_tokens) for one in api.answer(requests)]
 
 
 def make_requests(base: Path, num: int, limit: int, seed: int = 1) -> "list[Request]":
-    template = load_tokenizer(str(base)).apply_chat_template
-    prompts = [template(ask(1 + 3 * i), add_generation_prompt=True, return_dict=False) for i in range(num)]
-    return [session.Request(tuple(prompt), seed + i, limit) for i, prompt in enumerate(prompts)]
+    template, requests = load_tokenizer(str(base)).apply_chat_template, []
+    for i in range(num):
+        turns = [{"role": "user", "content": "word " * (1 + 3 * i)}]
+        prompt = template(turns, add_generation_prompt=True, return_dict=False)
+        requests.append(session.Request(tuple(prompt), seed + i, limit))
+    return requests
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------
@@ -94,12 +85,9 @@ def test_samples_depend_on_the_seed(base: Path) -> None:
     assert not any("<|im_end|>" in text for text, _, _ in first)
     assert all(length == 200 if reason == "max_tokens" else 1 <= length < 200 for _, reason, length in first)
     # top_k=1 and a tiny top_p leave only the likeliest token.
-    top_1 = answer(base, make_requests(base, 2, 20), Sampling(temperature=1.0, top_k=1))
-    assert (
-        top_1
-        == answer(base, make_requests(base, 2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6))
-        == answer(base, make_requests(base, 2, 20))
-    )
+    likeliest = answer(base, make_requests(base, 2, 20))
+    assert answer(base, make_requests(base, 2, 20), Sampling(temperature=1.0, top_k=1)) == likeliest
+    assert answer(base, make_requests(base, 2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6)) == likeliest
 
 
 def test_an_end_token_ends_the_answer_and_counts(base: Path, tmp_path: Path) -> None:
