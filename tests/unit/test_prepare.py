@@ -627,18 +627,6 @@ def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path, kind: str,
     assert not (tmp_path / "store").exists()
 
 
-def test_a_template_that_refuses_a_row_is_a_fault_of_the_row(run, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    tokenizer.chat_template = refusal + tokenizer.chat_template
-    tokenizer.save_pretrained(tmp_path / "strict")
-    with_system = {"messages": [{"role": "system", "content": "s"}, *make_row("q", "a")["messages"]]}
-    source = write_lines(tmp_path / "rows.jsonl", [make_row("q", "a"), with_system])
-    report = run("chat", source, tokenizer=tmp_path / "strict")
-    assert (report.num_malformed, report.num_kept, report.dropped) == (1, 1, {})
-    assert f"{source}:2: the chat template" in (tmp_path / "store.malformed.txt").read_text()
-
-
 def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_row("q", "a")])
     make_tokenizer(None).save_pretrained(tmp_path / "bare")

@@ -39,13 +39,6 @@ def test_the_training_prompt_is_the_evaluation_prompt(name: str, prompt: str) ->
     assert render_prompt(messages, tokenizer).rstrip().endswith("<think>") == (name in OPENED_BY_PROMPT)
 
 
-@pytest.mark.parametrize("name", ["llama3_1", "mistral_nemo", "smollm2"])
-def test_all_turns_of_templates_without_thinking_are_supervised(name: str) -> None:
-    sequence = tokenize(name, ("user", "1?"), ("assistant", "one"), ("user", "2?"), ("assistant", "two"))
-    end = SPECIAL[name][1]
-    assert decode_supervised_spans(name, sequence) == [f"one{end}", f"two{end}"]
-
-
 @pytest.mark.parametrize(
     ("name", "answer"),
     [(name, THINKING) for name in SPECIAL] + [(name, "four") for name in SPECIAL if name not in OPENED_BY_PROMPT],
