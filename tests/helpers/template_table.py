@@ -132,8 +132,8 @@ def apply_template(name: str, messages: Sequence[dict[str, Any]], tools: Any = N
     return re.sub(r"Current date: [0-9-]+", "Current date: 2024-07-26", text)
 
 
-def read_spans(item: RenderedConversation) -> list[str | None]:
-    return [item.text[slice(*span)] if span else None for span in item.spans]
+def read_spans(item: RenderedConversation) -> list[str]:
+    return [item.text[slice(*span)] for span in item.spans]
 
 
 def describe_text(name: str, item: RenderedConversation, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
@@ -142,7 +142,7 @@ def describe_text(name: str, item: RenderedConversation, messages: Sequence[dict
     if item.text.rstrip() in (expected, expected + "<|user|>"):
         return "as rendered"
     prompt = apply_template(name, messages[:-1], tools, add_generation_prompt=True)
-    assert item.spans[-1] is not None and item.text[: item.spans[-1][0]] == prompt, (name, item.text, expected)
+    assert item.text[: item.spans[-1][0]] == prompt, (name, item.text, expected)
     return "after its prompt"
 
 
@@ -159,8 +159,8 @@ def describe_turns(name: str, turns: Sequence[Turn]) -> str:
         ]
         spans = read_spans(item)
         written = [NATIVE[name].turn.format(t=t, a=a) for t, a in turns]
-        learned = [span == turn for span, turn in zip(spans, written, strict=True)]
-        assert all(good or span is None for span, good in zip(spans, learned, strict=True)) and learned[-1], spans
+        learned = [turn in spans for turn in written]
+        assert len(spans) == sum(learned) and learned[-1], spans
         for (thinking, answer), good in zip(turns, learned, strict=True):
             assert (item.text.count(thinking), item.text.count(answer)) == (int(good), 1), item.text
         outcome = describe_text(name, item, native)
@@ -179,18 +179,17 @@ def describe_calls(name: str, thinking: str = "") -> str:
         if item is None:
             outcomes.add("refused")
             continue
-        call, answer = read_spans(item)
+        *calls, answer = read_spans(item)
         native = [ASK, {**_say("", tool_calls=CALLS), "t": thinking}, RESULT, {**_say(SECOND[1]), "t": SECOND[0]}]
         describe_text(name, item, native, TOOLS)
-        assert answer is not None and item.spans[-1] is not None
         prompt = apply_template(name, native[:-1], TOOLS, add_generation_prompt=True)
         assert item.text[: item.spans[-1][0]] == prompt, item.text
         assert (prompt + answer).endswith(NATIVE[name].turn.format(t=SECOND[0], a=SECOND[1])), answer
         assert item.text.count(SECOND[0]) == item.text.count(SECOND[1]) == 1
-        if call is not None:
+        for call in calls:
             assert call.count("weather") == call.count("Paris") == 1 and call.count(thinking or "weather") == 1, call
             assert "without_end" not in item.notices
-        outcomes.add("learned" if call is not None else "context")
+        outcomes.add("learned" if calls else "context")
     (outcome,) = outcomes
     return outcome
 
@@ -203,7 +202,7 @@ def describe_beside(name: str) -> str:
         outcomes.append("refused" if item is None else "learned")
         if item is not None:
             (span,) = read_spans(item)
-            assert span is not None and "without_end" not in item.notices, name
+            assert "without_end" not in item.notices, name
             at = 0
             for part in parts:
                 assert span.count(part) == 1, span

@@ -166,7 +166,7 @@ def test_variables_of_a_row_reach_its_template() -> None:
     rendered = render_conversation(chat, make_template_tokenizer("qwen3"))
     assert rendered.text.endswith("<think>\n\n</think>\n\na<|im_end|>\n")
     (span,) = rendered.spans
-    assert span is not None and rendered.text[slice(*span)] == "a<|im_end|>" and not rendered.notices
+    assert rendered.text[slice(*span)] == "a<|im_end|>" and not rendered.notices
     rendered = render_conversation(Conversation(chat.messages), make_template_tokenizer("qwen3"))
     assert rendered.notices == {"without_thinking": 1}
     for name in ("tokenize", "date_string", "continue_final_message"):  # no variables of a template

@@ -58,8 +58,8 @@ class RenderedConversation:
     """A conversation rendered by the chat template."""
 
     text: str
-    spans: list[tuple[int, int] | None]
-    """Characters that the model generates in each learned turn; None if it cannot be supervised."""
+    spans: list[tuple[int, int]]
+    """Characters that the model generates in each learned turn; those that cannot be supervised are a notice."""
     notices: Mapping[str, int] = field(default_factory=dict)  # see `NOTICES`
     ignored: list[str] = field(default_factory=list)  # keys of messages that the template does not read
 
@@ -122,14 +122,16 @@ def render_conversation(
         # The template's prompt opens thinking, which this turn does not have.
         variables = {**conversation.template_variables, "enable_thinking": False}
         return render_conversation(replace(conversation, template_variables=variables), tokenizer, supervise)
-    learned = [
-        turn for turn in (turns[-1:] if supervise == "last" else turns) if turn not in conversation.context_turns
-    ]
-    spans = {turn: None if turn in check.lost_thinking else spans[turn] for turn in learned}
-    text, spans = _add_ends(template, messages, text, spans)
+    wanted = [turn for turn in turns[-1 if supervise == "last" else 0 :] if turn not in conversation.context_turns]
+    supervised = {
+        turn: span for turn in wanted if turn not in check.lost_thinking and (span := spans[turn]) is not None
+    }
+    text, learned = _add_ends(template, messages, text, supervised)
+    notices = {"unsupervised_turns": len(wanted) - len(learned)} | _find_notices(template, messages, text, learned)
     unknown = conversation.unknown_keys
     ignored = unknown if not unknown or check.is_ignored(unknown) else [k for k in unknown if check.is_ignored([k])]
-    return RenderedConversation(text, list(spans.values()), _find_notices(template, messages, text, spans), ignored)
+    notices = {name: number for name, number in notices.items() if number}
+    return RenderedConversation(text, list(learned.values()), notices, ignored)
 
 
 def _find_span(
@@ -157,17 +159,13 @@ def _find_span(
 
 
 def _add_ends(
-    template: ChatTemplate, messages: list[Message], text: str, spans: Mapping[int, tuple[int, int] | None]
-) -> tuple[str, dict[int, tuple[int, int] | None]]:
+    template: ChatTemplate, messages: list[Message], text: str, spans: Mapping[int, tuple[int, int]]
+) -> tuple[str, dict[int, tuple[int, int]]]:
     """Let each span end with the token at which the model would stop: the next turn's first, where the template writes
     no special token after a turn."""
     special, last = template.traits.special_token, len(messages) - 1
-    ended: dict[int, tuple[int, int] | None] = {}
-    for turn, span in spans.items():
-        ended[turn] = span
-        if span is None:
-            continue
-        start, end = span
+    ended = {}
+    for turn, (start, end) in spans.items():
         if not find_end(template.tokenizer, text[start:end]):
             if turn == last and (begin := template.traits.next_tokens["tool_calls" in messages[turn]]):
                 text = text[:end] + begin
@@ -178,26 +176,23 @@ def _add_ends(
 
 
 def _find_notices(
-    template: ChatTemplate, messages: list[Message], text: str, spans: Mapping[int, tuple[int, int] | None]
+    template: ChatTemplate, messages: list[Message], text: str, spans: Mapping[int, tuple[int, int]]
 ) -> dict[str, int]:
     special, has_switch = template.traits.special_token, template.traits.has_switch
     asks = has_switch and template.asks_for_thinking
-    learned = {turn: span for turn, span in spans.items() if span is not None}
     # After a prompt that opens thinking, the empty block begins before the span.
     without_thinking = [
         turn
-        for turn, (start, end) in learned.items()
+        for turn, (start, end) in spans.items()
         if "reasoning_content" not in messages[turn]
         and (asks or _EMPTY_THINKING.search(text, max(0, start - len("<think>\n")), end))
     ]
     texts = [message.get(key, "") for message in messages for key in ("content", "reasoning_content")]
-    notices = {
-        "unsupervised_turns": len(spans) - len(learned),
+    return {
         "without_thinking": int(bool(without_thinking)),
-        "without_end": sum(not find_end(template.tokenizer, text[slice(*span)]) for span in learned.values()),
+        "without_end": sum(not find_end(template.tokenizer, text[slice(*span)]) for span in spans.values()),
         "control_tokens": int(any(map(special.search, texts))),
     }
-    return {name: number for name, number in notices.items() if number}
 
 
 class _ContentCheck:

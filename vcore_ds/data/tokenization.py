@@ -77,7 +77,7 @@ def tokenize_rendered(
     sequences = []
     for i, (item, ids, pairs) in enumerate(zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)):
         offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        supervised = _mark_within([span for span in item.spans if span is not None], offsets)
+        supervised = _mark_within(item.spans, offsets)
         supervised[:1] = False
         in_answer = supervised & _mark_touching(find_answer_spans(item.text), offsets)
         sequences.append(TokenizedSequence(i, np.array(ids, dtype=np.int32), supervised, in_answer))

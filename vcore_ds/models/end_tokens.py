@@ -29,7 +29,7 @@ def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             rendered = render_conversation(Conversation(messages, [_TOOL] * ("tool_calls" in turn)), tokenizer)
         except Malformed:  # the template knows no calls
             continue
-        ends += [find_end(tokenizer, rendered.text[slice(*span)]) for span in rendered.spans if span is not None]
+        ends += [find_end(tokenizer, rendered.text[slice(*span)]) for span in rendered.spans]
     ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(ends) if token]
     return tuple(id for id in ids if isinstance(id, int))
 
