@@ -23,9 +23,15 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "question": "Which one?",
             "options": ["one", "two", "three"],
             "answer": "two",
+            "discipline": "Science" if number % 4 else "Law",
             "answer_letter": "B",
         }
         for number in range(4)
+    ],
+    "livecodebench": [{"question_id": "abc301_a", "question_content": "Read two numbers.", "starter_code": ""}],
+    "ojbench": [
+        {"id": 1000, "prompt": f"In {language}:", "dataset": "NOI", "language": language, "difficulty": "hard"}
+        for language in ("cpp", "python")
     ],
 }
 """Task -> rows."""

@@ -138,17 +138,23 @@ def test_all_benchmarks_are_evaluated(base: Path, tmp_path: Path, capsys) -> Non
     tasks, folder = [write_rows(tmp_path, task) for task in ROWS], tmp_path / "out"
     words = ["eval", str(base), "--output", str(folder), "--preset", "paper", *FP32]
     assert main([*words, "--max-new-tokens", "8", "--tasks", *tasks]) == 0
-    table = capsys.readouterr().out.splitlines()[-8:]
+    table = capsys.readouterr().out.splitlines()[-10:]
     assert table[0].split() == "task problems samples accuracy truncated no answer mean tokens".split()
     assert table[1].split() == ["aime", "1", "1", "0.0%", "100.0%", "100.0%", "8.0"]
     written = read_evaluation(folder)
     assert list(written.tasks) == ["aime", "olympiad", "math500", "gsm8k", "rbench", "supergpqa"]
     assert written.tasks["supergpqa"] == TaskResult(4, 1, 0.0, 1.0, 1.0, 8.0)
     prompts = written.sampling.pop("prompts")
-    assert prompts.keys() == written.tasks.keys() and len(set(prompts.values())) == len(prompts)
+    assert prompts.keys() == ROWS.keys() and len(set(prompts.values())) == len(prompts)
     assert written.sampling == asdict(Sampling()) | {"max_new_tokens": 8} and written.preset == "paper"
     assert written.model["base"] == str(base) and {"inspect_ai", "math-verify"} <= written.versions.keys()
     assert [sample.problem_id for sample in read_samples(folder, "olympiad")] == ["1606", "1610"]
+    # For the official graders of code.
+    assert table[7].startswith("livecodebench") and "graded elsewhere" in table[7]
+    programs = json.loads((folder / "livecodebench.generations.json").read_text())
+    assert programs == [{"question_id": "abc301_a", "code_list": [""]}]
+    row = json.loads((folder / "ojbench.generations.json").read_text())
+    assert row.pop("content") and row == ROWS["ojbench"][0]
 
 
 def make_words(base: Path, output: Path, *options: str) -> list[str]:

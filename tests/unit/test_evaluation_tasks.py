@@ -64,6 +64,8 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
     asked = str(read(write_rows(tmp_path, "supergpqa"))[0].input)
     assert asked == choice_prompt("Which one?", ["one", "two", "three"])
     assert "question:\nWhich one?\nOptions are:\n(A): one\n(B): two\n(C): three\n\nPlease reason" in asked
+    assert str(read(write_rows(tmp_path, "livecodebench"))[0].input).count("c++17") == 1
+    assert [problem.input for problem in read(write_rows(tmp_path, "ojbench"))] == ["In cpp:"]
 
 
 def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerChecker) -> None:
@@ -86,17 +88,25 @@ def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerC
         (r"\boxed{(C)}", "choice", "C"),
         (r"\boxed{\mathrm{C}.}", "choice", "C"),
         (r"\boxed{C and D}", "choice", "C and D"),
+        ("```cpp\nold\n```\nbetter:\n```cpp\nint main() {}\n```\nDone.", "code", "int main() {}"),
+        ("```cpp\ncut off", "code", None),
     ],
 )
 def test_final_answers_are_extracted(output: str, kind, answer: str | None) -> None:
     assert final_answer(output, kind) == answer
 
 
-def test_the_problems_of_supergpqa_are_fixed(tmp_path: Path) -> None:
-    rows = [{**ROWS["supergpqa"][0], "uuid": f"u{number}"} for number in range(1_200)]
+def test_the_problems_of_supergpqa_are_fixed_and_keep_the_disciplines(tmp_path: Path) -> None:
+    sizes = {"Science": 1_500, "Law": 600, "Art": 1}
+    rows = [
+        {**ROWS["supergpqa"][0], "uuid": f"{name}{number}", "discipline": name}
+        for name, size in sizes.items()
+        for number in range(size)
+    ]
     first, second = (read(write_rows(tmp_path, "supergpqa", order)) for order in (rows, rows[::-1]))
     assert len(first) == 1_000 and [one.id for one in first] == [one.id for one in second]
-    assert 300 < sum(int(str(one.id)[1:]) < 600 for one in first) < 600
+    counts = {name: sum(str(one.id).startswith(name) for one in first) for name in sizes}
+    assert all(abs(counts[name] - size / 2_101 * 1_000) < 1 for name, size in sizes.items())
 
 
 def test_arithmetic_has_right_answers() -> None:
@@ -148,3 +158,5 @@ def test_wrong_names_of_tasks_are_refused(tmp_path: Path) -> None:
         read(f"champ={tmp_path}")
     with pytest.raises(UserError, match="no such file"):
         read(f"gsm8k={tmp_path}/none.jsonl")
+    with pytest.raises(UserError, match="expected ojbench=FILE"):
+        read("ojbench")

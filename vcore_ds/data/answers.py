@@ -80,9 +80,9 @@ def _compare_lines(limit_seconds: int) -> None:
         print(json.dumps(result), flush=True)
 
 
-Kind = Literal["math", "number", "choice"]
+Kind = Literal["math", "number", "choice", "code"]
 """How an answer is extracted and compared. `math`: the last box, by math-verify. `number`: the same, or the last number
-without a filled box. `choice`: the last box, exactly the letter."""
+without a filled box. `choice`: the last box, exactly the letter. `code`: the last block of code, graded elsewhere."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # A brace, or an escaped character such as `\{`
@@ -106,6 +106,10 @@ def find_answer_spans(text: str) -> list[tuple[int, int]]:
 
 def final_answer(output: str, kind: Kind) -> str | None:
     """Extract the final answer of an output, thinking included; None if there is none."""
+    if kind == "code":  # between the last two lines of backticks, as LiveCodeBench does
+        lines = output.split("\n")
+        fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
+        return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) >= 2 else None
     spans = find_answer_spans(output)
     boxed = output[slice(*spans[-1])].strip() if spans else ""
     if boxed and kind == "choice":
@@ -119,7 +123,7 @@ def final_answer(output: str, kind: Kind) -> str | None:
 
 def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerChecker) -> bool:
     """Compare an answer with the expected one, LaTeX without dollar signs or a letter; False on a timeout."""
-    if answer is None or kind == "choice" or answer == expected:
+    if answer is None or kind in ("choice", "code") or answer == expected:
         return answer == expected
     return checker.check(expected, answer) == "equivalent"
 

@@ -39,11 +39,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from vcore_ds.commands.evaluate import Sampling
-from vcore_ds.commands.evaluate.tasks import ChosenTask
+from vcore_ds.commands.evaluate.tasks import ChosenTask, format_generations
 from vcore_ds.commands.named_model import NamedModel, end_token_ids, generate_answers, load_to_answer, longest_sequence
 from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import RunStopped, UserError, first_line
-from vcore_ds.common.paths import check_folder, refuse_existing, writing
+from vcore_ds.common.paths import check_folder, refuse_existing, write_text, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
 from vcore_ds.common.version import __version__
@@ -208,8 +208,8 @@ def _render(problems: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> l
     for problem in problems:
         text = render_prompt([{"role": "user", "content": str(problem.input)}], tokenizer)
         tokens = {TOKENS: tokenizer(text, add_special_tokens=False)["input_ids"]}
-        prompt = ChatMessageUser(content=text, metadata=tokens)
-        questions.append(Sample(id=problem.id, input=[prompt], target=problem.target, metadata=tokens))
+        prompt, metadata = ChatMessageUser(content=text, metadata=tokens), (problem.metadata or {}) | tokens
+        questions.append(Sample(id=problem.id, input=[prompt], target=problem.target, metadata=metadata))
     return questions
 
 
@@ -347,10 +347,15 @@ def _write_result(
         samples = _read_samples(logs[task.name])
         result = evaluation_folder.summarize(samples)
         evaluation_folder.write_samples(folder, task.name, samples)
-        results[task.name] = result
         counts = f"{result.num_problems:,}", f"{result.num_samples_per_problem:,}"
         shares = f"{result.truncated_share:.1%}", f"{result.unanswered_share:.1%}"
-        rows.append((task.name, *counts, f"{result.accuracy:.1%}", *shares, f"{result.mean_tokens:,.1f}"))
+        accuracy_share = f"{result.accuracy:.1%}"
+        if task.kind == "code":  # no result of this evaluation, which `vcore-ds compare` could compare
+            accuracy_share = "graded elsewhere"
+            write_text(folder / f"{task.name}.generations.json", format_generations(task, samples))
+        else:
+            results[task.name] = result
+        rows.append((task.name, *counts, accuracy_share, *shares, f"{result.mean_tokens:,.1f}"))
     limits = {task.name: task.max_new_tokens for task in tasks}
     sampling["max_new_tokens"] = limits if len({*limits.values()}) > 1 else next(iter(limits.values()))
     versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}

@@ -1,7 +1,9 @@
-"""Tasks of `vcore-ds eval`: benchmarks from the hub or a copy, and two that need no download."""
+"""Tasks of `vcore-ds eval`: the paper's benchmarks, from the hub or a copy, and two that need no download."""
 
 import difflib
 import hashlib
+import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +13,12 @@ from inspect_ai.dataset import Sample
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import check_unicode
-from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, math_prompt
+from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
 from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
+from vcore_ds.training.evaluation_folder import SampleResult
+
+SUBSET_SIZE = 1_000
+"""Problems of SuperGPQA-1k. The paper does not say which; these are chosen by `choose_supergpqa`."""
 
 Row = dict[str, Any]
 
@@ -26,8 +32,8 @@ class Benchmark:
     read: Callable[[Row], Sample] | None = None
     """Turns a row into a problem, with an empty id where it has none. Raises ValueError for unusable rows."""
     sources: tuple[tuple[str, str], ...] = ()  # data sets on the hub, each with its split
+    select: Callable[[list[Sample]], list[Sample]] = list
     make: Callable[[], list[Sample]] | None = None  # makes the problems of a task without a data set
-    most: int | None = None  # number of problems that are drawn from more
     num_samples: int = 1  # default of --samples; greedy decoding gives one answer
     max_new_tokens: int = 32_768
     """Default of --max-new-tokens, as model cards of reasoning models recommend; the preset has its own."""
@@ -39,7 +45,7 @@ class ChosenTask(NamedTuple):
     name: str
     kind: Kind
     problems: list[Sample]
-    """Input: the user's turn. Target: the answer, in LaTeX or as a letter."""
+    """Input: the user's turn. Target: the answer, in LaTeX or as a letter; empty for code."""
     num_samples: int
     max_new_tokens: int
 
@@ -64,9 +70,7 @@ def choose_tasks(
         task = BENCHMARKS[name]
         if task.make is not None and files:
             raise UserError(f"--tasks: {word}: found a file for a task that makes its own problems")
-        problems = task.make() if task.make is not None else _read_problems(name, task, files)
-        if task.most is not None and len(problems) > task.most:
-            problems = sorted(problems, key=lambda one: hashlib.sha256(str(one.id).encode()).digest())[: task.most]
+        problems = task.make() if task.make is not None else task.select(_read_problems(name, task, files))
         limits = num_samples or task.num_samples, max_new_tokens or task.max_new_tokens
         chosen[name] = ChosenTask(name, task.kind, problems[:limit], *limits)
     return list(chosen.values())
@@ -77,6 +81,8 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
     assert task.read is not None
     problems: dict[str, Sample] = {}
     sources = [(files, "test")] if files else task.sources
+    if not sources:
+        raise UserError(f"--tasks: {name}: found no file; expected {name}=FILE, a copy of {task.help}")
     for source, split in sources:
         # Ids of AIME 2024 and 2025 may coincide.
         prefix = f"{source.rpartition('/')[2]}/" if len(sources) > 1 else ""
@@ -85,7 +91,7 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
                 if isinstance(row, Broken):
                     raise ValueError(row.reason)
                 problem = task.read(row)
-                fields = f"{problem.id}{problem.input}{problem.target}"
+                fields = f"{problem.id}{problem.input}{problem.target}{problem.metadata or ''}"
                 check_unicode(fields, f"--tasks: {name}: {where}", "Repair the row")
             except ValueError as error:
                 raise UserError(f"--tasks: {name}: {where}: {error}; expected a row of {task.help}") from None
@@ -124,13 +130,63 @@ def _read_choice(row: Row) -> Sample:
     if letter not in [chr(ord("A") + i) for i in range(len(options))]:
         raise ValueError(f"found {len(options)} options and the answer {letter!r:.40}")
     prompt = choice_prompt(require_text(row, "question"), options)
-    return _problem(row, ("uuid", "index", "id"), prompt, letter)
+    return _problem(row, ("uuid", "index", "id"), prompt, letter, discipline=str(row.get("discipline", "")))
 
 
-def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str) -> Sample:
+def choose_supergpqa(problems: list[Sample]) -> list[Sample]:
+    """Choose 1,000 problems, with each discipline's share of the data set (largest remainder method): those with the
+    smallest hashes of their ids, whatever their order."""
+    if len(problems) <= SUBSET_SIZE:
+        return problems
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for problem in sorted(problems, key=lambda one: hashlib.sha256(f"42/{one.id}".encode()).digest()):
+        groups[(problem.metadata or {})["discipline"]].append(problem)
+    shares = {name: len(group) * SUBSET_SIZE / len(problems) for name, group in groups.items()}
+    counts = {name: int(share) for name, share in shares.items()}
+    for name in sorted(groups, key=lambda name: (counts[name] - shares[name], name))[
+        : SUBSET_SIZE - sum(counts.values())
+    ]:
+        counts[name] += 1
+    return [problem for name in sorted(groups) for problem in groups[name][: counts[name]]]
+
+
+def _read_livecodebench(row: Row) -> Sample:
+    """Read a problem of LiveCodeBench, with the training prompt, which asks for C++."""
+    identifier = require_text(row, "question_id")
+    prompt = code_prompt(require_text(row, "question_content"))
+    return Sample(id=identifier, input=prompt, metadata={"row": {"question_id": identifier}})
+
+
+def _read_ojbench(row: Row) -> Sample:
+    """Read a prompt of OJBench, which has one in C++ and one in Python per problem."""
+    columns = {name: row.get(name) for name in ("id", "prompt", "dataset", "language", "difficulty")}
+    name = f"{row.get('id')}-{row.get('language')}"
+    return Sample(id=name, input=require_text(row, "prompt"), metadata={"row": columns})
+
+
+def _only_cpp(problems: list[Sample]) -> list[Sample]:
+    """Select OJBench's 232 prompts for C++, the language of the training data."""
+    return [problem for problem in problems if str(problem.id).endswith("-cpp")]
+
+
+def format_generations(task: ChosenTask, samples: Sequence[SampleResult]) -> str:
+    """The input of a code task's official grader. LiveCodeBench: a JSON list of {question_id, code_list}. OJBench: a
+    JSON line per answer, with the row's columns and `content`."""
+    by_problem: dict[str, list[SampleResult]] = defaultdict(list)
+    for sample in samples:
+        by_problem[sample.problem_id].append(sample)
+    answers = [((problem.metadata or {})["row"], by_problem[str(problem.id)]) for problem in task.problems]
+    if task.name == "livecodebench":
+        rows = [{**row, "code_list": [sample.answer or "" for sample in given]} for row, given in answers]
+        return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+    rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str, **metadata: str) -> Sample:
     """Make a problem; `ids`: columns that may hold the row's id."""
     identifier = next((str(row[name]) for name in ids if row.get(name) not in (None, "")), "")
-    return Sample(id=identifier, input=prompt, target=expected)
+    return Sample(id=identifier, input=prompt, target=expected, metadata=metadata)
 
 
 def _make_arithmetic() -> list[Sample]:
@@ -170,5 +226,8 @@ BENCHMARKS = {
     "math500": Benchmark("MATH-500, 500 problems", "math", read_math, (_MATH500,)),
     "gsm8k": Benchmark("GSM8K, 1,319 problems", "math", _read_gsm8k, (_GSM8K,)),
     "rbench": Benchmark("R-Bench-T in English, 1,094 questions", "choice", _read_choice, (_RBENCH,)),
-    "supergpqa": Benchmark("SuperGPQA", "choice", _read_choice, (_SUPERGPQA,), most=1_000),
+    "supergpqa": Benchmark("SuperGPQA", "choice", _read_choice, (_SUPERGPQA,), select=choose_supergpqa),
+    # The data set of the former has a loading script, that of the latter files other than its rows.
+    "livecodebench": Benchmark("LiveCodeBench's test*.jsonl", "code", _read_livecodebench),
+    "ojbench": Benchmark("OJBench's prompts/full.jsonl", "code", _read_ojbench, select=_only_cpp),
 }
