@@ -20,14 +20,13 @@ LONGER_UNITS := \
 	provider push report signals slurm_scripts stops store sweep weighted_files
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test tests soak lint types chaos gpu gpu8 .venv clean
+.PHONY: help quickstart check test tests soak lint types gpu gpu8 .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
 	@echo "make check        format, lint, types and the quick half of the unit tests; for every commit, minutes"
 	@echo "make test         format, lint, types and all tests"
 	@echo "make soak         all tests with every combination of options and the runs that are killed again and again; hours"
-	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
 	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (SECONDS=170 ONLY='kernel runs' OUTPUT=FOLDER)"
 	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (SECONDS=1800 ONLY='resume kill'; without GPUs: TRY=simulated)"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
@@ -55,11 +54,6 @@ lint: .venv
 
 types: .venv
 	mypy
-
-chaos: .venv
-	python -m tests.chaos.campaign --kills $(or $(KILLS),20) $(if $(SEED),--seed $(SEED)) \
-		$(if $(SEQUENCE_PARALLEL),--sequence-parallel $(SEQUENCE_PARALLEL)) \
-		$(if $(TENSOR),--tensor $(TENSOR))
 
 # With the environment that is there: that of a GPU image, say, where nothing can be installed.
 gpu:

@@ -28,7 +28,7 @@ NUM_STEPS = 8
 NUM_SEQUENCES = 32  # one epoch
 DISK_BYTES = 96 * 2**20
 WITH_WANDB = "track.trackers=[wandb]"
-NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": 40 * "0", "WANDB_INIT_TIMEOUT": "3"}
+OFFLINE = {"WANDB_MODE": "offline"}
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,6 @@ def check_struck(run: TinyRun, job: AnyJob, fault: Fault, resumed_after: int | N
     named = re.escape(f"rank {1 - fault.rank}: rank {fault.rank} (host {socket.gethostname()}, pid {struck[1]})")
     # The reported place may be a second old.
     assert re.search(named + r", last seen at: [\w, ]+: its process is dead", job.output), job.output
-
-
-def check_offline(run: TinyRun, job: AnyJob) -> None:
-    """Check that wandb keeps on disk what it could not send."""
-    assert job.output.count("warning: track.trackers: Weights & Biases cannot be reached (") == 1, job.output
-    assert list((run.folder / "wandb").glob("offline-run-*/run-*.wandb")), job.output
 
 
 def check_resumed(run: TinyRun, job: AnyJob, step: int | None) -> None:
@@ -125,15 +119,14 @@ def test_a_checkpoint_with_a_flipped_bit_is_skipped_before_a_kill_while_files_ar
     assert run.marked_steps() == [2, 4]  # step 4 was saved again
 
 
-def test_a_truncated_checkpoint_is_skipped_before_a_kill_before_the_rename_without_a_wandb_server(run: TinyRun):
+def test_a_truncated_checkpoint_is_skipped_before_a_kill_before_the_rename_beside_wandb(run: TinyRun):
     """The process that wandb starts for rank 0 ends with it."""
     path = find_rank_file(run, 4, rank=0)
     size = path.stat().st_size
     os.truncate(path, size - 100)
     fault = Fault("before the rename", rank=0, step=6, phase="checkpoint")
-    with replace(run, changes=(*run.changes, WITH_WANDB)).start(fault, **NO_SERVER) as job:
+    with replace(run, changes=(*run.changes, WITH_WANDB)).start(fault, **OFFLINE) as job:
         check_struck(run, job, fault, resumed_after=2)
-    check_offline(run, job)
     skipped = f"step_00000004: state/{path.name}: found {size - 100:,} bytes; manifest.json says {size:,}"
     assert job.output.count(f"skipped checkpoint {skipped}") == 1, job.output
     assert job.output.count("skipped checkpoint step_00000006.unfinished: not finished") == 1
@@ -196,9 +189,8 @@ def test_a_corrupt_complete_file_and_another_base_model_are_reported_before_a_ki
 
 
 def test_the_finished_run_equals_the_undisturbed_one(run: TinyRun, undisturbed: TinyRun):
-    with replace(run, changes=(*run.changes, WITH_WANDB)).start(**NO_SERVER) as job:
+    with replace(run, changes=(*run.changes, WITH_WANDB)).start(**OFFLINE) as job:
         assert job.wait() == 0, job.output
     check_resumed(run, job, 6)
-    check_offline(run, job)
     assert len(run.steps_lost()) > NUM_STEPS
     assert run.differences(undisturbed) == []

@@ -41,7 +41,7 @@ from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.stops import Stops
+from vcore_ds.distributed.signals import Stops
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config

@@ -33,12 +33,6 @@ def test_the_quickstart_trains_reports_and_exports_an_adapter(tmp_path: Path):
         losses = re.search(rf"Held-out loss: .*{name} ([\d.]+) -> ([\d.]+)", output)
         before, after = map(float, losses.groups())
         assert 0 < after < before < 3
-    most, least = re.search(r"  most weighted(.*)  least weighted(.*?)\n\n", output, re.DOTALL).groups()
-    weights = [[float(line.split()[0]) for line in part.strip().splitlines()[1:]] for part in (most, least)]
-    assert len(weights[0]) == len(weights[1]) == 3
-    assert weights[0] == sorted(weights[0], reverse=True) and weights[1] == sorted(weights[1])
-    assert weights[0][-1] > 1 > weights[1][-1]  # relative to the uniform weight
-
     assert f"{folder / 'adapter'} (Hugging Face format)" in output
     assert f"Report: {folder / 'report.html'} " in output
     assert "Tokens that gained most weight" in (folder / "report.html").read_text()

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from tests.gpu.parts import RESULTS
-from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.distributed.unused_gpus import list_gpus
+from vcore_ds.distributed.device import find_driver_version, uses_gpu
 
 
 def results_folder() -> Path:
@@ -42,9 +41,8 @@ def describe_devices(num_devices: int) -> str:
         return f"{num_devices} x CPU, torch {torch.__version__}, gloo"
     if is_simulated():
         return f"{num_devices} x simulated {torch.cuda.get_device_name()}, torch {torch.__version__}, gloo"
-    gpus = list_gpus()
-    driver = "unknown" if gpus is None else gpus.driver
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    driver = find_driver_version()
     return f"{num_devices} x {torch.cuda.get_device_name()}, driver {driver}, torch {torch.__version__}, NCCL {nccl}"
 
 

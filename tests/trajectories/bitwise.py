@@ -21,9 +21,9 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
-from tests.trajectories.record import environment
 from vcore_ds.commands.reference import write_reference_log_probabilities
 from vcore_ds.config.schema import Recipe
+from vcore_ds.training.run_folder import describe_environment
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 NUM_RANKS, NUM_STEPS = 2, 3
@@ -164,12 +164,12 @@ def main() -> None:
     parser.add_argument("earlier", type=Path, nargs="?", help="JSON to compare with")
     arguments = parser.parse_args()
     if not arguments.file.exists():
-        result = {"environment": environment(), "runs": run_all()}
+        result = {"packages": describe_environment(NUM_RANKS)["packages"], "runs": run_all()}
         arguments.file.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.earlier is not None:
         result, earlier = (json.loads(path.read_text()) for path in (arguments.file, arguments.earlier))
-        if result["environment"] != earlier["environment"]:
-            print(f"environment: {result['environment']}, earlier {earlier['environment']}")
+        if result["packages"] != earlier["packages"]:
+            print(f"packages: {result['packages']}, earlier {earlier['packages']}")
         raise SystemExit(compare(result["runs"], earlier["runs"]) > 0)
 
 

@@ -12,7 +12,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.models.model_identity import BaseModel, identify_base_model
 from vcore_ds.training.evaluation_folder import Evaluation, TaskResult, write_evaluation
-from vcore_ds.training.result import make_model_card
+from vcore_ds.training.model_card import make_model_card
 from vcore_ds.training.run_folder import read_run_recipe
 
 ENVIRONMENT = {

@@ -10,13 +10,12 @@ import torch
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import ProfileConfig
-from vcore_ds.training.profile import StepProfiler, check_profile
+from vcore_ds.training.profile import check_profile, profiled_step
 
 
 def profile_steps(folder: Path, steps: int) -> None:
-    profiler = StepProfiler(ProfileConfig(steps=[2]), folder)
     for step in range(1, steps + 1):
-        with profiler.step(step), torch.profiler.record_function("main"):
+        with profiled_step(ProfileConfig(steps=[2]), folder, step), torch.profiler.record_function("main"):
             torch.ones(4, 4) @ torch.ones(4, 4)
 
 

@@ -20,7 +20,7 @@ from vcore_ds.planning.fit import plan_memory
 from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training.resume import can_resume
+from vcore_ds.training.run_folder import can_resume
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}

@@ -131,7 +131,6 @@ def test_scores_that_keep_nothing_are_refused(setup: Path, folder: str, keys: di
     assert "\n" not in str(error.value)
 
 
-OLDER = {"version": "0.7.0", "model_digest": "3" * 64}
 # (changes of scores.json, changes of its entry `data`, what is named)
 OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "data": ({}, {"digest": "1" * 64}, "data.keep.scores: .*found scores of .* with other tokens .111111111111."),
@@ -139,7 +138,6 @@ OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "template": ({}, {"chat_template_hash": "1"}, "found scores of .* with another chat template "),
     "two folders": ({}, {"num_sequences": 13}, "found 12 traces in scores.parquet and 13 in scores.json"),
     "model": ({"model": "m", "model_digest": "2:" + "3" * 64}, {}, r"another model \(m, 2:33.*those with model.path"),
-    "a model known by less": (OLDER, {}, "was written by vcore_ds 0.7.0, which did not see all weights"),
 }
 
 

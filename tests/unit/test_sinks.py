@@ -75,7 +75,7 @@ def test_a_sink_that_cannot_be_opened_causes_a_warning(
 
     background = BackgroundSink("there", fail)
     background.write({"step": 0})
-    background._drain(600)  # it has failed by then; any number of lines may come before its thread gets a core
+    background._thread.join(600)  # it has failed by then; any number of lines may come before its thread gets a core
     for step in range(3 * MOST_WAITING):
         background.write({"step": step})
     background.close()

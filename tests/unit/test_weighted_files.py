@@ -254,27 +254,19 @@ def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank:
         same.read_training_data(SFT, 0)
 
 
-def test_a_run_names_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None) -> None:
+def test_a_run_counts_the_rows_that_are_too_long(setup: Path, one_rank: None) -> None:
     train = str(setup / "a.jsonl")
     lengths = read_data(setup, train_path=train).lengths
-
-    def say(cutoff: int, path: object = train, positions: int | None = None) -> str:
-        settings = make_reader(setup, train_path=path, cutoff_length=cutoff).settings
-        return describe_training(settings, read_data(setup, train_path=path, cutoff_length=cutoff), positions)
-
     longest, cutoff = int(lengths.max()), int(lengths.max()) - 1
     num_kept = int((lengths <= cutoff).sum())
+
+    def say(cutoff: int) -> str:
+        settings = make_reader(setup, train_path=train, cutoff_length=cutoff).settings
+        return describe_training(settings, read_data(setup, train_path=train, cutoff_length=cutoff))
+
     assert say(longest).endswith(f"supervised), {longest} in the longest") and 0 < num_kept < len(lengths)
-    rule = f"{len(lengths) - num_kept} dropped: longer than {cutoff} tokens"
-    assert say(cutoff).endswith(f"; {rule}; data.cutoff_length={longest} keeps all")
+    assert say(cutoff).endswith(f"; {len(lengths) - num_kept} dropped: longer than {cutoff} tokens")
     assert f"{num_kept} of {len(lengths)} rows kept" in say(cutoff)
-    assert say(cutoff, list_weighted(setup, a=1)).endswith("keeps all")
-    assert say(cutoff - 1, positions=longest).endswith(f"data.cutoff_length={longest} keeps all")
-    for path in (train, list_weighted(setup, a=1, b=1)):
-        assert say(cutoff - 1, path, positions=cutoff).endswith(
-            f"data.cutoff_length={cutoff}, the model's positions, keeps more"
-        )
-        assert say(cutoff - 1, path, positions=cutoff - 1).endswith(" tokens")
 
 
 def test_a_file_without_remaining_traces_is_refused(setup: Path, one_rank: None) -> None:

@@ -21,8 +21,7 @@ from vcore_ds.planning.fit import describe_memory, describe_shortage, plan_memor
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import find_or_assume_shape, find_shape, is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training.resume import FinishedRun, can_resume
-from vcore_ds.training.run_folder import check_output_folder
+from vcore_ds.training.run_folder import FinishedRun, can_resume, check_output_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,10 +65,11 @@ def main(arguments: argparse.Namespace) -> None:
             check_model_folder(recipe.model.path)
         if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
             from vcore_ds.data.tokenization import load_tokenizer
-            from vcore_ds.training.result import rehearse_result
+            from vcore_ds.models.lora import build_empty_adapted_model
 
             tokenizer = load_tokenizer(recipe.model.path)
-            rehearse_result(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
+            if recipe.lora is not None:
+                build_empty_adapted_model(recipe.model.path, recipe.lora)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
@@ -111,10 +111,10 @@ def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
     settings = with_num_steps(recipe, lengths)
     takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
     if recipe.data.keep is not None:
-        from vcore_ds.training.keep import read_kept_on_disk  # imports torch: seconds
+        from vcore_ds.training.keep import read_kept  # imports torch: seconds
 
-        if (selection := read_kept_on_disk(recipe.data.keep)) is not None:
-            yield f"Training data: {selection.describe()}{takes}"
+        if is_readable(recipe.data.keep.scores):
+            yield f"Training data: {read_kept(recipe.data.keep).describe()}{takes}"
     elif lengths.sampled:
         yield f"Data: {lengths.source}{takes}"
 

@@ -130,8 +130,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
     """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
     import torch
 
-    from vcore_ds.distributed.device import uses_gpu
-    from vcore_ds.distributed.unused_gpus import run_nvidia_smi
+    from vcore_ds.distributed.device import find_driver_version, uses_gpu
     from vcore_ds.training.run_folder import describe_environment
 
     facts, problems = describe_environment(world_size=1), list(find_unreadable(recipe))
@@ -155,10 +154,9 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
             f"free disk: found {_space(free)} in {tempfile.gettempdir()}, expected {_space(TEMPORARY_BYTES)}. Free "
             "some, or set TMPDIR to another disk of the node"
         )
-    drivers = run_nvidia_smi("driver_version")
     nccl = None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
     versions = {"python": facts["python"], **facts["packages"], "CUDA of torch": torch.version.cuda, "NCCL": nccl}
-    versions["NVIDIA driver"] = drivers.stdout.partition("\n")[0] if drivers and drivers.returncode == 0 else None
+    versions["NVIDIA driver"] = find_driver_version()
     return Node(
         host=socket.gethostname(),
         versions=versions | {"commit": facts["git_commit"]},

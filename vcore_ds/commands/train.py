@@ -17,7 +17,7 @@ add_arguments = add_recipe
 
 
 def main(arguments: argparse.Namespace, *, says_next: bool = True) -> None:
-    """Train; the keywords are those of `vcore_ds.training.run.train`."""
+    """Train; `says_next` as in `vcore_ds.training.run.train`."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lasting_imports():  # after the recipe: a typo in it is reported without the seconds that torch takes
         from vcore_ds.training.run import train

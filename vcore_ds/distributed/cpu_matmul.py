@@ -108,41 +108,22 @@ def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, 
             return False
         return left.dim() == 3 or left.shape[0] > MAX_NATIVE_ROWS or right.stride(0) != 1
 
-    def matmul(left: Tensor, right: Tensor) -> Tensor:
-        if not is_replaced(left, right):
-            return native(_CPU, left, right)
-        return addmm(wide, _ZERO, left, right, 0, 1)
+    def matmul(*operands: Tensor, **options: Any) -> Tensor:
+        *addend, left, right = operands
+        out = [options["out"]] if "out" in options else []
+        if not is_replaced(left, right, *addend, *out):
+            return native(_CPU, *operands, **options)
+        beta = options.get("beta", 1) if addend else 0
+        result = addmm(wide, *(addend or [_ZERO]), left, right, beta, options.get("alpha", 1))
+        if name.endswith("_"):
+            return addend[0].copy_(result)
+        if not out:
+            return result
+        if out[0].shape != result.shape:
+            out[0].resize_(result.shape)
+        return out[0].copy_(result)
 
-    def matmul_out(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
-        if not is_replaced(left, right, out):
-            return native(_CPU, left, right, out=out)
-        return _write_out(out, addmm(wide, _ZERO, left, right, 0, 1))
-
-    def add(addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not is_replaced(left, right, addend):
-            return native(_CPU, addend, left, right, beta=beta, alpha=alpha)
-        return addmm(wide, addend, left, right, beta, alpha)
-
-    def add_in_place(addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not is_replaced(left, right, addend):
-            return native(_CPU, addend, left, right, beta=beta, alpha=alpha)
-        return addend.copy_(addmm(wide, addend, left, right, beta, alpha))
-
-    def add_out(
-        addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor
-    ) -> Tensor:
-        if not is_replaced(left, right, addend, out):
-            return native(_CPU, addend, left, right, beta=beta, alpha=alpha, out=out)
-        return _write_out(out, addmm(wide, addend, left, right, beta, alpha))
-
-    kernels: dict[str, Kernel] = {
-        "mm": matmul,
-        "mm.out": matmul_out,
-        "addmm": add,
-        "addmm_": add_in_place,
-        "addmm.out": add_out,
-    }
-    return kernels[name.replace("baddbmm", "addmm").replace("bmm", "mm")]
+    return matmul
 
 
 def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
@@ -160,29 +141,18 @@ def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: floa
             total = wide(_CPU, total, left[:, piece].float(), right[piece].float(), beta=beta, alpha=alpha)
             beta = 1
         return total.to(left.dtype)
-    addend, result = addend.expand(m, n), left.new_empty(m, n)
-    if longest == n:
-        left = left.float()
-        for piece in pieces:
-            operands = (addend[:, piece].float(), left, right[:, piece].float())
-            result[:, piece] = wide(_CPU, *operands, beta=beta, alpha=alpha)
-    else:
-        right = right.float()
-        for piece in pieces:
-            operands = (addend[piece].float(), left[piece].float(), right)
-            result[piece] = wide(_CPU, *operands, beta=beta, alpha=alpha)
+    addend, result, whole = addend.expand(m, n), left.new_empty(m, n), slice(None)
+    left, right = (left.float(), right) if longest == n else (left, right.float())
+    for piece in pieces:
+        rows, columns = (whole, piece) if longest == n else (piece, whole)
+        operands = (addend[rows, columns].float(), left[rows].float(), right[:, columns].float())
+        result[rows, columns] = wide(_CPU, *operands, beta=beta, alpha=alpha)
     return result
 
 
 def _baddbmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
     """`beta * addend + alpha * left @ right`, `[b, m, n]`, rounded once."""
     return wide(_CPU, addend.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(left.dtype)
-
-
-def _write_out(out: Tensor, result: Tensor) -> Tensor:
-    if out.shape != result.shape:
-        out.resize_(result.shape)
-    return out.copy_(result)
 
 
 def _make_attention_kernel(native: Kernel, dtypes: set[torch.dtype]) -> Kernel:

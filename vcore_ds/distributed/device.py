@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import resource
 import stat
 import tempfile
@@ -12,8 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from vcore_ds.common.errors import first_line
-from vcore_ds.distributed.unused_gpus import refuse_unused_gpus
+from vcore_ds.common.errors import UserError, first_line
 
 # PyTorch warns on every rank about a driver that is too old; `uses_gpu` raises one error with a remedy.
 warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
@@ -38,6 +38,9 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")  # the container's cgroup (version 2), wi
 STATUS = Path("/proc/self/status")
 """Linux's status of this process, with the peak of its resident memory (VmHWM)."""
 
+DEVICES = Path("/dev")
+DRIVER = Path("/proc/driver/nvidia/version")  # of the kernel module of NVIDIA's driver
+
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # value that resets the peak of resident memory, see proc_pid_clear_refs(5)
 
@@ -52,14 +55,41 @@ def uses_gpu() -> bool:
 
 @functools.cache
 def _refuse_unused_gpus() -> bool:
-    reason = ""
+    """Raise UserError if this machine has GPUs; called where PyTorch can use none, so that no run meant for GPUs takes
+    days on the CPUs. GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or SLURM job
+    without GPUs), do not count."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [path for path in DEVICES.glob("nvidia[0-9]*") if _can_open(path)]
+    if not gpus or (visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)):
+        return True
+    reason = "it is built without CUDA"
     if torch.version.cuda is not None:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             reason = first_line(error)
-    refuse_unused_gpus(torch.__version__, torch.version.cuda, reason)
+    raise UserError(
+        f"GPUs: found {len(gpus)} with driver {find_driver_version()}, which PyTorch {torch.__version__} cannot use: "
+        f"{reason}; expected a build that fits the driver. Install it (docs/gpu.md), or compute on the CPUs with "
+        "DS_ACCELERATOR=cpu"
+    )
+
+
+def _can_open(path: Path) -> bool:
+    """Whether the kernel lets this process use a device; permission bits do not show the limits of a cgroup."""
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
     return True
+
+
+def find_driver_version() -> str | None:
+    """Find the version of NVIDIA's driver on this machine; None without one."""
+    with suppress(OSError):
+        if match := re.search(r" (\d{3}\.[\d.]+) ", DRIVER.read_text()):
+            return match[1]
+    return None
 
 
 def device() -> torch.device:

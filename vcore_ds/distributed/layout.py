@@ -1,24 +1,10 @@
 """The device mesh: the ranks of a job on named axes, and all collectives of a step, each over a named axis.
 
-| axis | ranks along it | each rank holds |
-|---|---|---|
-| `data` | work on different packs | packs of a batch |
-| `sequence` | a sequence-parallel group | a slice of the tokens of the same packs |
-| `tensor` | a tensor-parallel group | a slice of the heads and columns of every layer |
-| `shards` | `data x sequence`, with equal tensor-parallel shards | a ZeRO-3 shard, and distinct tokens |
-| `expert` | an expert-parallel group: adjacent ranks along `shards` | a block of the experts of every MoE layer |
-| `expert_shards` | ranks with the same block of experts | a ZeRO-3 shard of these experts |
-| `job` | all ranks | a process: stop requests, failures, messages |
-
-Each pass over the model chooses a sequence-parallel size, the number of adjacent ranks in a group. It splits `shards`
-into `data` and `sequence`; functions of these two axes take it as an argument. `tensor` has one size for the job. Its
-groups are adjacent ranks, within a node, because every layer exchanges activations over this axis.
-
-`shards` is also `expert x expert_shards`, independently of `data` and `sequence`: the ranks of an expert-parallel group
-have different tokens, which they exchange in each MoE layer.
-
-Ranks along `tensor` process the same tokens and have the same losses, so a sum over `data` or `shards` counts each
-token once, and is the same on all of them.
+docs/architecture.md ("Ranks") lists the axes. Each pass over the model chooses a sequence-parallel size, which splits
+`shards` into `data` and `sequence`; functions of these two axes take it as an argument. `tensor` has one size for the
+job. Its groups are adjacent ranks, within a node, because every layer exchanges activations over this axis. Ranks along
+`tensor` process the same tokens and have the same losses, so a sum over `data` or `shards` counts each token once, and
+is the same on all of them. `shards` is also `expert x expert_shards`, independently of `data` and `sequence`.
 
 Before `arrange`, and after the process group has ended, the process is alone: every axis has one rank.
 """

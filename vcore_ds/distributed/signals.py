@@ -1,17 +1,21 @@
-"""Stop requests to this process: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
+"""Stop requests: signals to this process, the end of the launcher that started it, a STOP file and a time limit.
 
-Standard library only, so that requests are handled before torch and deepspeed are imported, which can take a minute.
+Imports of the standard library only, so that signals are handled before torch and deepspeed are imported, which can
+take a minute.
 """
 
+import math
 import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 from vcore_ds.common.errors import EXIT_STOPPED
 
@@ -186,3 +190,70 @@ def _read(pid: int, name: str) -> bytes:
 
 
 stop_signals = StopSignals()  # the instance of this process
+
+
+STOP_FILE = "STOP"
+"""Name of a file in the run's folder that stops the run like SIGTERM, from any machine that shares the folder."""
+
+REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "the end of its launcher", "the STOP file", "run.time_limit_minutes")
+
+UNMEASURED_SAVE_SECONDS = 300.0  # assumed duration of the first save, at most a tenth of the time limit
+
+
+class Stops:
+    """Stop requests, agreed on by all ranks after every step: a request may reach only one rank, or ranks at different
+    steps."""
+
+    def __init__(self, folder: Path, time_limit_minutes: float | None):
+        """`time_limit_minutes`: wall-clock limit from the start of this process to the end of its last save."""
+        self._stop_file = folder / STOP_FILE
+        self._ends_at = math.inf
+        self._seconds_save = 0.0
+        if time_limit_minutes is not None:
+            limit_seconds = 60.0 * time_limit_minutes
+            self._ends_at = time.monotonic() + limit_seconds - process_age_seconds()
+            self._seconds_save = min(UNMEASURED_SAVE_SECONDS, 0.1 * limit_seconds)
+        # The maximum over the last hundred steps includes occasional validations.
+        self._seconds_steps: deque[float] = deque(maxlen=100)
+        self._step_started_at = time.monotonic()
+
+    def agree_on_reason(self) -> str | None:
+        """Why the run must stop after this step, the same on all ranks; None if it continues. A collective (one small
+        reduction)."""
+        from vcore_ds.distributed import layout  # imports torch
+
+        now = time.monotonic()
+        self._seconds_steps.append(now - self._step_started_at)
+        self._step_started_at = now
+        local = self._local_reason(layout.is_first())
+        num_ranks = layout.sum_over("job", [float(local == reason) for reason in REASONS])
+        agreed = next((reason for reason, num in zip(REASONS, num_ranks, strict=True) if num > 0), None)
+        if agreed is not None and layout.is_first():
+            # Otherwise it would stop the run again when it is resumed.
+            self._stop_file.unlink(missing_ok=True)
+        return agreed
+
+    def record_save(self, seconds: float, seconds_next: float | None) -> None:
+        """Record a checkpoint. `seconds`: for which the steps waited, no part of a step; `seconds_next`: that a save at
+        a stop is expected to take, None if not known yet."""
+        self._step_started_at += seconds
+        if seconds_next is not None:
+            self._seconds_save = seconds_next
+
+    def _local_reason(self, is_first: bool) -> str | None:
+        """This rank's reason. Only rank 0 checks file and clock, because nodes' file systems and clocks differ."""
+        if stop_signals.received is not None or not is_first:
+            return stop_signals.received
+        if self._stop_file.exists():
+            return "the STOP file"
+        # One more step and the save must fit; the factor 1.5 allows for their variation.
+        if time.monotonic() + 1.5 * (max(self._seconds_steps) + self._seconds_save) > self._ends_at:
+            return "run.time_limit_minutes"
+        return None
+
+
+def process_age_seconds() -> float:
+    """Seconds since the start of this process, imports included."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()

@@ -3,16 +3,12 @@
 import sys
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from vcore_ds.common.text import Progress, duration, gib
 from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.distributed import layout
-from vcore_ds.training.token_records import SequenceTokens
 
 notes: list[str] = []  # details for start.txt of the run that starts, in order
 
-_NUM_SHOWN = 3  # tokens of the example trace that are printed at either end
 _steps: Progress | None = None  # the bar of the training steps, on a terminal
 
 
@@ -99,23 +95,3 @@ def _format_step(values: dict[str, Any]) -> str:
     if "expert_load_mean" in values:
         parts.append(f"fullest expert {values['expert_load_mean']:.1f}x")
     return "  ".join(parts)
-
-
-def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase) -> str:
-    """List the most and the least weighted tokens of one trace, each with the words before it."""
-    weights = example.weights * len(example)
-    order = (-weights).argsort(kind="stable").tolist()
-    lines = [
-        f"Token weights in trace {example.sequence_id}, {len(order)} supervised tokens (1.00 is the uniform weight):"
-    ]
-    for title, positions in (("most", order[:_NUM_SHOWN]), ("least", order[::-1][:_NUM_SHOWN])):
-        lines.append(f"  {title} weighted    weight   utility      loss   token, after")
-        for t in positions:
-            before = tokenizer.decode(example.token_ids[max(0, t - 8) : t].tolist())[-40:]
-            token = tokenizer.decode(example.token_ids[t].item())
-            utility = f"{float(example.utilities[t]):9.3g}" if example.utilities is not None else "        -"
-            lines.append(
-                f"{'':16}{float(weights[t]):9.2f} {utility} {float(example.losses[t]):9.3f}"
-                f"   {token!r}, after {before!r}"
-            )
-    return "\n".join(lines)

@@ -42,29 +42,23 @@ def find_largest_value(engine: Engine) -> tuple[str, float]:
     return names[i].removeprefix("causal_lm."), float(largest[i])
 
 
-def warn_of_non_finite(engine: Engine) -> str | None:
-    """Warn of a parameter whose loaded values are not finite, and return its name. A collective."""
+def warn_of_non_finite(engine: Engine) -> None:
+    """Warn of a parameter whose loaded values are not finite. A collective."""
     name, value = find_largest_value(engine)
-    if math.isfinite(value):
-        return None
-    console.warn(f"{name}: not all loaded values are finite: look at the weights if losses are not finite")
-    return name
+    if not math.isfinite(value):
+        console.warn(f"{name}: not all loaded values are finite: look at the weights if losses are not finite")
 
 
-def explain_fault(
-    engine: Engine, feed: Feed, batches: StepBatches, last_step: StepMetrics | None, non_finite_at_start: str | None
-) -> str:
+def explain_fault(engine: Engine, feed: Feed, batches: StepBatches, last_step: StepMetrics | None) -> str:
     """Explain a loss or gradient that is not finite: by a parameter, the last update (`last_step`, None if this process
     has made none), or the rows of the data whose losses alone are not finite. A collective."""
     name, value = find_largest_value(engine)
-    if name == non_finite_at_start:
-        return f"{name} had values that are not finite when the run started: look at the weights, not at the data"
     update = ""
     if last_step is not None:
         rate, norm = (last_step.values[key] for key in ("learning_rate", "grad_norm"))
         update = f"; the last update had the learning rate {rate:g} and the gradient norm {norm:.3g}"
     if not math.isfinite(value):
-        return f"{name} was finite when the run started and is not any more{update}. Lower optimizer.learning_rate"
+        return f"{name} is not finite{update}. Lower optimizer.learning_rate, unless a warning at the start names it"
     sentence = f"All parameters are finite, up to {value:.3g} in {name}{update}"
     parts = [(feed.main_dataset, batches.main), (feed.probe_dataset, batches.probe)]
     rows = dict.fromkeys(

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import is_readable, reading, unfinished_path
+from vcore_ds.common.paths import reading, unfinished_path
 from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.config.problems import did_you_mean
 from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import Store, select_positions
 from vcore_ds.data.scores_folder import Scores
-from vcore_ds.models.model_identity import RULE, compute_model_digest
+from vcore_ds.models.model_identity import compute_model_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,15 +91,9 @@ def read_kept(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".for
 
 
 def read_matching_kept(keep: KeepConfig, store: Store, model: str) -> KeptTraces:
-    """Read the kept traces; their scores must fit the run, see `check_belongs`."""
+    """Read the kept traces. Raises UserError, beside those of `read_kept`, unless the scores were made with the data,
+    tokenizer, template and model of the run. `model`: model.path."""
     kept = read_kept(keep)
-    check_belongs(kept, store, model)
-    return kept
-
-
-def check_belongs(kept: KeptTraces, store: Store, model: str) -> None:
-    """Raise UserError unless the scores were made with the data, tokenizer, template and model of the run. `model`:
-    model.path."""
     folder, scored = kept.keep.scores, kept.scores.data
     hashes = scored.tokenizer_hash, scored.chat_template_hash, scored.digest
     if difference := scores_folder.find_difference(store, *hashes):
@@ -108,21 +102,12 @@ def check_belongs(kept: KeptTraces, store: Store, model: str) -> None:
             "data.train_path as it is now"
         )
     actual, expected = kept.scores.model_digest, compute_model_digest(model)
-    if not actual.startswith(RULE):
-        raise UserError(
-            f"data.keep.scores: {folder}: was written by vcore_ds {kept.scores.version}, which did not see all "
-            f"weights of the model; expected scores known to be of model.path {model}. Score again with this version"
-        )
     if actual != expected:
         raise UserError(
             f"data.keep.scores: {folder}: found scores with another model ({kept.scores.model}, {actual[:12]}); "
             f"expected those with model.path {model} ({expected[:12]}). Score with this model, or set model.path"
         )
-
-
-def read_kept_on_disk(keep: KeepConfig) -> KeptTraces | None:
-    """Read the kept traces without checking data and model; None if the scores are not on this machine."""
-    return read_kept(keep) if is_readable(keep.scores) else None
+    return kept
 
 
 def _check_is_finished(folder: Path, where: str) -> None:

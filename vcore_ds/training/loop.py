@@ -16,7 +16,7 @@ from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
-from vcore_ds.distributed.stops import Stops
+from vcore_ds.distributed.signals import Stops
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, count_globally
 from vcore_ds.method.objective import Normalization, sequence_shares
@@ -32,7 +32,7 @@ from vcore_ds.training.faults import describe_divergence, describe_fault, explai
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.followed import FollowedTraces, gather_followed, measure_followed
 from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
-from vcore_ds.training.profile import StepProfiler
+from vcore_ds.training.profile import profiled_step
 from vcore_ds.training.schedule import Schedule
 from vcore_ds.training.step import train_step
 from vcore_ds.training.step_metrics import StepMetrics, StepRecorder, gather_record, write_or_warn
@@ -134,7 +134,6 @@ class Run:
     checkpoints: Checkpoints
     metrics_log: MetricsLog | None  # on rank 0; None on the others
     throughput: Throughput
-    non_finite_at_start: str | None = None  # a parameter whose loaded values are not finite
 
     @property
     def folder(self) -> Path:
@@ -156,15 +155,14 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
     vocabulary_size = run.trainer.engine.module.base.config.get_text_config().vocab_size
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
-    profiler = StepProfiler(settings.profile, run.folder)
     for k in range(num_done, num_steps):
         mark("batches", step=k + 1)
         batches, done = feed.step(k), k + 1
-        with profiler.step(done):
+        with profiled_step(settings.profile, run.folder, done):
             try:
                 metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
             except (NonFiniteLoss, NonFiniteGradient) as error:
-                cause = explain_fault(run.trainer.engine, feed, batches, metrics, run.non_finite_at_start)
+                cause = explain_fault(run.trainer.engine, feed, batches, metrics)
                 raise type(error)(f"{error} {cause}.") from None
         if run.trainer.measures_noise(k):
             warn_of_noise(run.trainer, metrics)

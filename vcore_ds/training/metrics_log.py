@@ -1,26 +1,40 @@
-"""The metrics log of a run, metrics.jsonl, and the sinks (trackers) that receive the same lines."""
+"""The metrics log of a run, metrics.jsonl, and the trackers that receive the same lines.
+
+Trackers are those of `accelerate.tracking`. Each reads address and credentials from environment variables. TensorBoard
+(`tensorboard --logdir` of the run's folder) and Trackio need none: their data stay on this machine.
+"""
 
 import atexit
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
 from threading import Thread
 from typing import Any, Protocol
 
-from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.paths import writing
+import torch
+
+from vcore_ds.common.errors import first_line
+from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.text import count
+from vcore_ds.config.sections import TrackConfig, TrackerName
+from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.training import console
-from vcore_ds.training.run_folder import LOST_METRICS, METRICS
+from vcore_ds.training.run_folder import LOST_METRICS, METRICS, RECIPE, TRACKERS
 
 MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
 
-CLOSE_SECONDS = 20.0  # time to send the remaining lines at the end of a run
+CLOSE_SECONDS = 60.0  # time to send the remaining lines at the end of a run
 
 DRAIN_SECONDS = 5.0  # the same if a run ends early: another attempt may be waiting
+
+RELIABLE_SIGNAL_TO_NOISE = 3.0
+"""Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
 class Sink(Protocol):
@@ -38,13 +52,14 @@ class BackgroundSink:
     the caller's thread with the next line or at the end."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], *, close_seconds: float = CLOSE_SECONDS):
-        self._name, self._open, self._close_seconds = name, open_sink, close_seconds
-        self._lines: Queue[Mapping[str, float | int] | None] = Queue()
+        self._name, self._close_seconds = name, close_seconds
+        # The last one is whether to close the sink.
+        self._lines: Queue[Mapping[str, float | int] | bool] = Queue()
         self._problem: str | None = None
         self._has_warned = False
-        self._thread = Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self._thread = Thread(target=self._work, args=(open_sink,), name=f"sink {name}", daemon=True)
         self._thread.start()
-        atexit.register(self._drain, DRAIN_SECONDS)
+        atexit.register(self._finish, False, DRAIN_SECONDS)
 
     def write(self, values: Mapping[str, float | int]) -> None:
         """Queue a step's numbers; returns at once."""
@@ -56,48 +71,36 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait until everything is sent, `close_seconds` at most."""
-        atexit.unregister(self._drain)
-        self._lines.put(None)
-        self._thread.join(self._close_seconds)
+        atexit.unregister(self._finish)
+        self._finish(True, self._close_seconds)
         if self._thread.is_alive() and self._problem is None:
             self._problem = f"has not taken everything within {self._close_seconds:g} s after the end of the run"
         self._warn()
 
-    def _work(self) -> None:
-        """The thread. A tracker may raise anything, SystemExit too."""
-        try:
-            sink = self._open()
-        except (Exception, SystemExit) as error:
-            self._note(error)
-            while self._lines.get() is not None:  # nothing will send these lines
-                self._lines.task_done()
-            self._lines.task_done()
-            return
-        while (values := self._lines.get()) is not None:
-            try:
-                sink.write(values)
-            except (Exception, SystemExit) as error:
-                self._note(error)
-            self._lines.task_done()
-        try:
-            sink.close()
-        except (Exception, SystemExit) as error:
-            self._note(error)
-        self._lines.task_done()
+    def _finish(self, closes: bool, seconds: float) -> None:
+        self._lines.put(closes)
+        self._thread.join(seconds)
 
-    def _note(self, error: BaseException) -> None:
-        if self._problem is None:
-            self._problem = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
+    def _work(self, open_sink: Callable[[], Sink]) -> None:
+        sink = self._attempt(open_sink)
+        if sink is None:
+            return
+        while not isinstance(values := self._lines.get(), bool):
+            self._attempt(partial(sink.write, values))
+        if values:
+            self._attempt(sink.close)
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
+        """Return what `action` returns; None, noting why, if it fails. It may raise anything, SystemExit too."""
+        try:
+            return action()
+        except (Exception, SystemExit) as error:
+            self._problem = self._problem or f"{type(error).__name__}: {first_line(error)}".rstrip(".")
 
     def _warn(self) -> None:
         if self._problem is not None and not self._has_warned:
             self._has_warned = True
             console.warn(f"{self._name}: {self._problem}. The run continues; metrics.jsonl has everything")
-
-    def _drain(self, seconds: float) -> None:
-        """Wait until the queued lines are sent, without closing the sink."""
-        with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: self._lines.unfinished_tasks == 0, seconds)
 
 
 class MetricsLog:
@@ -130,12 +133,9 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Flush all lines to disk: a checkpoint may not outlive them. Raises UserError if they cannot be written."""
-        try:
-            with writing("run.output_dir", self._path, "room for the metrics of the steps"):
-                self._write_waiting()
-                os.fsync(self._file.fileno())
-        except UserError as error:
-            raise UserError(f"{error}. Once it can be written, the same command resumes the run") from None
+        with writing("run.output_dir", self._path, "room for the metrics of the steps"):
+            self._write_waiting()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file and all sinks, which send their remaining lines first."""
@@ -156,48 +156,115 @@ class MetricsLog:
         self._waiting = b""
 
 
-RELIABLE_SIGNAL_TO_NOISE = 3.0
-"""Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
+class TrackerSink:
+    """One of accelerate's trackers, started."""
+
+    def __init__(self, tracker: Any):
+        self.tracker = tracker
+
+    def write(self, values: Mapping[str, float | int]) -> None:
+        # The step of Weights & Biases never goes back, but a run repeats the steps after its last checkpoint.
+        if self.tracker.name == "wandb":
+            self.tracker.log(dict(values))
+        else:
+            self.tracker.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
+
+    def close(self) -> None:
+        self.tracker.finish()
+
+
+def start_trackers(folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int) -> list[BackgroundSink]:
+    """Start the sinks of `track.trackers`, on rank 0, within a process group. `config`: the recipe's values by dotted
+    keys; `num_done`: optimizer steps done in a run that is resumed."""
+    if not track.trackers:
+        return []
+    from accelerate import PartialState
+
+    num_threads = torch.get_num_threads()
+    try:
+        PartialState(cpu=not uses_gpu())  # its trackers require it
+    except Exception as error:  # of any class: it inspects the machine in many ways, and must not end the run
+        console.warn(f"track.trackers: accelerate cannot start here: {first_line(error)}. The run continues without")
+        return []
+    finally:
+        torch.set_num_threads(num_threads)  # accelerate may change it, and sums would round differently
+    values = {key: value for key, value in config.items() if value is not None}
+    return [
+        BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, folder, track, values, num_done))
+        for name in track.trackers
+    ]
+
+
+def open_tracker(
+    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
+) -> TrackerSink:
+    """Open a tracker that continues the records of earlier attempts of the run, whose id is kept in the run's folder;
+    arguments as in `start_trackers`. Raises whatever the tracker raises."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    if find_spec(name) is None:
+        raise ModuleNotFoundError(f"is not installed: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
+    id_file = folder / TRACKERS / f"{name}_run_id"
+    run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else None
+    group, tags = track.group, list(track.tags)
+    options: dict[str, Any]
+    if name == "tensorboard":  # `purge_step` hides events of repeated steps
+        options = {"logging_dir": str(folder), "purge_step": num_done + 1 if num_done else None}
+    elif name == "mlflow":
+        labels = {"tags": ", ".join(tags), "group": group}
+        options = {"run_id": run_id, "run_name": folder.name, "tags": {k: v for k, v in labels.items() if v}}
+    elif name == "trackio":
+        # It identifies runs by name: a new run must not continue another one whose folder has the same name.
+        options = {"name": folder.name, "group": group, "resume": "allow" if num_done else "never"}
+    else:
+        run_id = run_id or secrets.token_hex(8)
+        options = {"name": folder.name, "group": group, "tags": tags, "id": run_id, "resume": "allow"}
+        options |= {"dir": str(folder)} if name == "wandb" else {"log_dir": str(folder / "swanlab")}
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name]("tensorboard" if name == "tensorboard" else track.project, **options)
+    tracker.start()
+    if name == "tensorboard":
+        recipe = (folder / RECIPE).read_text(encoding="utf-8")
+        tracker.log({"recipe": f"    {recipe}".replace("\n", "\n    ")}, step=num_done)
+    elif not num_done:
+        tracker.store_init_configuration(config)
+    if name == "wandb":
+        tracker.tracker.define_metric("step")  # the axis is our step, which may go back
+        tracker.tracker.define_metric("*", step_metric="step")
+        console.say(f"Weights & Biases: {tracker.tracker.url or 'offline'}")
+    run_id = tracker.tracker.info.run_id if name == "mlflow" else run_id
+    if run_id is not None:
+        id_file.parent.mkdir(exist_ok=True)
+        write_text(id_file, f"{run_id}\n")
+    return TrackerSink(tracker)
 
 
 def list_notes(
     folder: Path, has_result: bool, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
 ) -> list[str]:
     """List the caveats, a sentence each; none for a run that finished at the first attempt with reliable numbers."""
-    notes = []
-    if not has_result:
-        last = int(metrics[-1]["step"] or 0)
-        notes.append(f"No result is in its folder: it has not finished, or its result was moved. Last step: {last:,}.")
-    resumed = environment.get("resumed")
-    if isinstance(resumed, list) and resumed:
-        steps = ", ".join(str(one.get("step")) for one in resumed if isinstance(one, dict))
-        times = {1: "once", 2: "twice"}.get(len(resumed), f"{len(resumed)} times")
-        notes.append(f"Resumed {times}, from step {steps}.")
-    if (folder / LOST_METRICS).is_file():
-        notes.append(f"Steps after a checkpoint were taken again; what they measured first is in {LOST_METRICS}.")
-    not_finite = [int(line["step"] or 0) for line in metrics if line.get("loss") is None]
-    if not_finite:
-        notes.append(f"The loss was not finite in {_list_steps(not_finite)}.")
-    noisy = [
-        int(line["step"] or 0)
-        for line in metrics
-        if (ratio := line.get("signal_to_noise")) is not None and ratio < RELIABLE_SIGNAL_TO_NOISE
-    ]
-    if noisy:
-        notes.append(
-            f"Utilities are mostly rounding noise in {_list_steps(noisy)}: the loss change of the finite difference is "
-            f"less than {RELIABLE_SIGNAL_TO_NOISE:g} times its error."
-        )
+    by_step = {int(line["step"] or 0): line for line in metrics}
+    resumed = [str(start["step"]) for start in environment.get("resumed", [])]
+    not_finite = [step for step, line in by_step.items() if line.get("loss") is None]
+    ratios = {step: line.get("signal_to_noise") for step, line in by_step.items()}
+    noisy = [step for step, ratio in ratios.items() if ratio is not None and ratio < RELIABLE_SIGNAL_TO_NOISE]
     saturated = sum(int(line.get("num_saturated") or 0) for line in metrics)
-    if saturated:
-        notes.append(
-            f"The KL budget was out of reach in {count(saturated, 'sequence')}, whose weight is on as few tokens as it "
-            "can be."
-        )
-    commit = environment.get("git_commit")
-    if isinstance(commit, str) and commit.endswith("-dirty"):
-        notes.append("The code differed from its git commit when the run started.")
-    return notes
+    notes = {
+        "No result is in its folder: it has not finished, or its result was moved. Last step: "
+        f"{max(by_step):,}.": not has_result,
+        f"Resumed from step {', '.join(resumed)}.": resumed,
+        f"Steps after a checkpoint were taken again; what they measured first is in {LOST_METRICS}.": (
+            folder / LOST_METRICS
+        ).is_file(),
+        f"The loss was not finite in {_list_steps(not_finite)}.": not_finite,
+        f"Utilities are mostly rounding noise in {_list_steps(noisy)}: the loss change of the finite difference is "
+        f"less than {RELIABLE_SIGNAL_TO_NOISE:g} times its error.": noisy,
+        f"The KL budget was out of reach in {count(saturated, 'sequence')}, whose weight is on as few tokens as it "
+        "can be.": saturated,
+        "The code differed from its git commit when the run started.": str(environment.get("git_commit")).endswith(
+            "-dirty"
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def _list_steps(steps: Sequence[int]) -> str:

@@ -32,50 +32,37 @@ def check_profile(profile: ProfileConfig | None, num_steps: int) -> None:
         )
 
 
-class StepProfiler:
-    """Profiles the chosen steps of a run on this rank, if it is a chosen one."""
-
-    def __init__(self, profile: ProfileConfig | None, folder: Path):
-        self._profile, self._folder = profile, folder / PROFILES
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """A context for optimizer step `number`, from 1. Files that cannot be written are a warning: this rank must not
-        exit while others train."""
-        profile = self._profile
-        if profile is None or number not in profile.steps:
-            yield
-            return
-        if layout.rank("job") not in profile.ranks:
-            yield
-            mark("profile")
-            return
-        on_gpu = device().type == "cuda"
-        if profile.memory_snapshot:
-            torch.cuda.memory._record_memory_history()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with torch.profiler.profile(activities=activities) as profiler:
-            yield
+@contextmanager
+def profiled_step(profile: ProfileConfig | None, folder: Path, number: int) -> Iterator[None]:
+    """A context for optimizer step `number`, from 1, which is profiled if step and rank are chosen. Files that cannot
+    be written are a warning: this rank must not exit while others train. `folder`: of the run."""
+    if profile is None or number not in profile.steps:
+        yield
+        return
+    if layout.rank("job") not in profile.ranks:
+        yield
         mark("profile")
-        name = f"step_{number:08d}_rank_{layout.rank('job')}"
-        try:
-            self._write(profiler, name, profile.memory_snapshot)
-        except (OSError, RuntimeError) as error:
-            print(f"warning: the profile of step {number} cannot be written to {self._folder}: {error}", flush=True)
-            return
-        finally:
-            if profile.memory_snapshot:
-                torch.cuda.memory._record_memory_history(enabled=None)
-        console.say(
-            f"profile of step {number}: {self._folder / name}.json.gz (Perfetto, chrome://tracing)"
-            + (", memory in .pickle" if profile.memory_snapshot else "")
-        )
-
-    def _write(self, profiler: torch.profiler.profile, name: str, memory_snapshot: bool) -> None:
-        self._folder.mkdir(exist_ok=True)
-        if memory_snapshot:
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.pickle"))
+        return
+    if profile.memory_snapshot:
+        torch.cuda.memory._record_memory_history()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device().type == "cuda" else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+    mark("profile")
+    folder, name = folder / PROFILES, f"step_{number:08d}_rank_{layout.rank('job')}"
+    try:
+        folder.mkdir(exist_ok=True)
+        if profile.memory_snapshot:
+            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))
         # Not `write_atomically`: the suffix .gz makes PyTorch compress the file.
-        unfinished = self._folder / f"unfinished_{name}.json.gz"
+        unfinished = folder / f"unfinished_{name}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
-        unfinished.rename(self._folder / f"{name}.json.gz")
+        unfinished.rename(folder / f"{name}.json.gz")
+    except (OSError, RuntimeError) as error:
+        print(f"warning: the profile of step {number} cannot be written to {folder}: {error}", flush=True)
+        return
+    finally:
+        if profile.memory_snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    memory = ", memory in .pickle" if profile.memory_snapshot else ""
+    console.say(f"profile of step {number}: {folder / name}.json.gz (Perfetto, chrome://tracing){memory}")

@@ -1,7 +1,8 @@
 """A run from start to end: lock and resume, data, engine, train, result."""
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
-from vcore_ds.common.paths import writing
+from vcore_ds.common.paths import write_json, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
@@ -47,20 +48,18 @@ from vcore_ds.training.checkpoint_read import (
     set_aside_newer,
 )
 from vcore_ds.training.checkpoints import Checkpoints, check_compared, make_digest, say_best
-from vcore_ds.training.console import describe_example
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
 from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_steps, validate
-from vcore_ds.training.metrics_log import MetricsLog
+from vcore_ds.training.metrics_log import MetricsLog, start_trackers
+from vcore_ds.training.model_card import Kind, make_model_card
 from vcore_ds.training.profile import check_profile
-from vcore_ds.training.result import Kind, make_model_card, rehearse_result
-from vcore_ds.training.resume import begin_branch, can_resume
+from vcore_ds.training.run_folder import begin_branch, can_resume
 from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.training.step_metrics import StepMetrics
-from vcore_ds.training.trackers import start_trackers
 
 
 @dataclass(frozen=True)
@@ -102,19 +101,16 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     plan = plan_ranks(settings)
     ds_config = deepspeed_config(settings, plan)
     opened = open_run(recipe, plan, lock, resumes)
-    memory, description = describe_start(recipe, opened, settings, ds_config)
+    memory = describe_start(recipe, opened, settings, ds_config)
     check_memory(memory, recipe.engine)
-    parts = recipe.model, recipe.lora, recipe.method, recipe.data
-    run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
     mark("loading the model", is_loading=True)
     engine = build_engine(settings, ds_config)
     # Computed now: the weights on disk may change before the first save.
     has_adapters = recipe.lora is not None
     frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(recipe.model.path, has_adapters=has_adapters))
-    trainer, non_finite = make_trainer(recipe, opened, engine, frozen_digest)
+    trainer = make_trainer(recipe, opened, engine, frozen_digest)
     passes = None if memory is None else derive_needed_passes(settings, memory.settings)
-    throughput = build_throughput(recipe.model.path, passes)
-    log, start = begin_folder(recipe, opened, lock, trainer, frozen_digest, description)
+    log, start = begin_folder(recipe, opened, lock, trainer, frozen_digest)
 
     run = Run(
         recipe.run,
@@ -129,8 +125,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
             probe_every=recipe.probe.every,
         ),
         log,
-        throughput,
-        non_finite,
+        build_throughput(recipe.model.path, passes),
     )
     # After the steps a signal ends the process at once: the last checkpoint holds the final state.
     with stop_signals.deferred():
@@ -146,7 +141,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     export_folder = run_folder.export_folder(run.folder, is_adapter=has_adapters)
     result = RunResult(run.folder, export_folder, start.validation_losses_before, losses, last_step)
     write_result(recipe, run, result, opened.reader.tokenizer)
-    console.say(summarize(result, opened.reader.tokenizer))
+    console.say(summarize(result))
     if layout.is_first():
         say_best(run.checkpoints, opened.schedule.num_steps)
     engine.close()
@@ -233,87 +228,73 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
 
 def describe_start(
     recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any]
-) -> tuple[MemoryPlan | None, str]:
-    """Print what the run is, and return its estimated memory and the printed text, which start.txt begins with. A
-    collective."""
+) -> MemoryPlan | None:
+    """Print what the run is, and return its estimated memory. A collective."""
     feed, num_done, num_steps = opened.data.feed, opened.num_done, opened.schedule.num_steps
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
     on_gpu = device().type == "cuda"
     memory = plan_memory(settings, feed.plan, ds_config, utilization, parameters, on_gpu=on_gpu)
-    description = ""
     if layout.is_first():
-        lines = [describe_run(recipe, opened, parameters)]
+        lines = [f"{f'{title}:' if title else '':13} {text}" for title, text in list_facts(recipe, opened, parameters)]
         lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
         if not on_gpu and (sentence := describe_cpu_matmul()) is not None:
             lines.append(sentence)
         description = "\n".join([*lines, ""])
         console.say(description)
+        console.note(description)
     for part, used in utilization.items():
         if used.is_low:
             console.warn(feed.plan.describe_warning(part))
     for line in start_screen.describe_use_of_ranks(feed.plan, utilization, memory):
         console.note(line)
-    return memory, description
+    return memory
 
 
-def describe_run(recipe: Recipe, opened: OpenedRun, counts: ParameterCounts | None) -> str:
-    """Describe the run in the first lines on the screen. `counts`: of the model, or of a rank's shard of it; None if it
-    cannot be read."""
-    feed, validation, num_done, schedule = opened.data.feed, opened.data.validation, opened.num_done, opened.schedule
-    data, optimizer, positions = recipe.data, recipe.optimizer, feed.plan.time_model.shape.max_positions
-    num_steps, kind = schedule.num_steps, str(schedule.kind)
-    counts_of_model = counts if recipe.parallel.tensor == 1 else None
-    lines = [f"Model:        {start_screen.describe_model(recipe.model, recipe.lora, counts_of_model)}"]
-    if (experts := feed.plan.time_model.shape.experts) is not None:
-        lines.append(
-            f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
-            "router, and biases that balance experts stay as they are"
-        )
-    lines.append(f"Data:         {start_screen.describe_training(data, feed.dataset, positions)}")
-    lines.append(
-        f"              {start_screen.name_show_command(data, recipe.model.path)} prints rows as they are learned"
+def list_facts(recipe: Recipe, opened: OpenedRun, counts: ParameterCounts | None) -> Iterator[tuple[str, str]]:
+    """List titles and texts of the first lines on the screen. `counts`: of the model, or of a rank's shard of it; None
+    if it cannot be read."""
+    feed, num_done, schedule = opened.data.feed, opened.num_done, opened.schedule
+    data, optimizer, num_steps = recipe.data, recipe.optimizer, schedule.num_steps
+    experts, files = feed.plan.time_model.shape.experts, data.train_files()
+    yield (
+        "Model",
+        start_screen.describe_model(recipe.model, recipe.lora, counts if recipe.parallel.tensor == 1 else None),
     )
-    if len(files := data.train_files()) > 1:
-        lines += [f"              {line}" for line in start_screen.describe_files(files, feed.main_order, num_steps)]
+    if experts is not None:
+        yield "", f"{experts.per_token} of {experts.num_experts} experts for a token, no auxiliary loss"
+    yield "Data", start_screen.describe_training(data, feed.dataset)
+    if len(files) > 1:
+        yield from (("", line) for line in start_screen.describe_files(files, feed.main_order, num_steps))
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
-        lines.append(f"Trusted data: {start_screen.describe_data(data.probe_path, feed.probe_dataset, positions)}")
-    if validation:
-        sets = ", ".join(f"{name} {count(len(dataset), 'sequence')}".strip() for name, dataset in validation.items())
-        lines.append(f"Held out:     {sets}")
-    left = f", {num_done:,} of them done" if num_done else ""
-    if kind == "wsd":
-        kind += f", decay from step {schedule.first_decay_step + 1:,}"
+        yield "Trusted data", start_screen.describe_data(data.probe_path, feed.probe_dataset)
+    if held_out := opened.data.validation.items():
+        yield "Held out", ", ".join(f"{name} {count(len(dataset), 'sequence')}".strip() for name, dataset in held_out)
+    yield "Method", start_screen.describe_method(recipe.method, recipe.utility, recipe.probe, data.probe_path)
+    yield "Parallelism", start_screen.describe_parallelism()
+    yield "Batch", f"{feed.plan.describe()}; {start_screen.describe_accumulation(feed, num_done, num_steps)}"
+    done = f", {num_done:,} of them done" if num_done else ""
+    decay = f", decay from step {schedule.first_decay_step + 1:,}" if schedule.kind == "wsd" else ""
     epochs = count(float(f"{feed.epoch(num_steps):.3g}"), "epoch")
-    lines += [
-        f"Method:       {start_screen.describe_method(recipe.method, recipe.utility, recipe.probe, data.probe_path)}",
-        f"Parallelism:  {start_screen.describe_parallelism()}",
-        f"Batch:        {feed.plan.describe()}; {start_screen.describe_accumulation(feed, num_done, num_steps)}",
-        f"Steps:        {num_steps:,}{left} ({epochs}), {optimizer.name}, learning rate {optimizer.learning_rate:g} "
-        f"({kind})",
-        f"Output:       {start_screen.shorten_path(recipe.run.output_dir)} (details in start.txt)",
-    ]
-    return "\n".join(lines)
+    rate = f"learning rate {optimizer.learning_rate:g} ({schedule.kind}{decay})"
+    yield "Steps", f"{num_steps:,}{done} ({epochs}), {optimizer.name}, {rate}"
+    yield "Output", f"{start_screen.shorten_path(recipe.run.output_dir)} (details in start.txt)"
 
 
-def make_trainer(
-    recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_digest: str | None
-) -> tuple[Trainer, str | None]:
-    """Build everything that takes steps, load the checkpoint into it, and check it; also return the name of a parameter
-    whose loaded values are not finite, if any. A collective, which writes nothing."""
+def make_trainer(recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_digest: str | None) -> Trainer:
+    """Build everything that takes steps, load the checkpoint into it, and check it. A collective, which writes
+    nothing."""
     method, probe, utility, feed = recipe.method, recipe.probe, recipe.utility, opened.data.feed
     passes = feed.plan.batches_per_utility_pass
     estimator = build_estimator(method, probe, utility, engine, batches_per_pass=passes)
-    for line in start_screen.describe_engine(recipe.engine, method, utility, engine, estimator.direction):
-        console.note(line)
     if opened.checkpoint is not None:
         mark("loading the checkpoint", is_loading=True)
         load_checkpoint(opened.checkpoint, engine, estimator, recipe.model.path, frozen_digest, probe.every)
-    non_finite = warn_of_non_finite(engine)
+    warn_of_non_finite(engine)
     check_start(engine, feed)
     check_derivatives(engine, estimator, feed)
     check_approximation(engine, estimator, feed, method, probe)
-    return Trainer(engine, estimator, method, probe, opened.schedule, recipe.run.seed), non_finite
+    return Trainer(engine, estimator, method, probe, opened.schedule, recipe.run.seed)
 
 
 def begin_folder(
@@ -322,7 +303,6 @@ def begin_folder(
     lock: RunLock,
     trainer: Trainer,
     frozen_digest: str | None,
-    description: str,
 ) -> tuple[MetricsLog | None, RunState]:
     """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and the state
     of the run. A collective."""
@@ -337,7 +317,7 @@ def begin_folder(
             console.say(f"The run had finished and goes on: its result after step {opened.newest_step} is {path}")
     else:  # not earlier: every check comes before the first file
         run_first_rank_first(lambda: lock_run_folder(recipe, lock, False))
-    log = run_on_first_rank(lambda: open_log(recipe, opened, description))
+    log = run_on_first_rank(lambda: open_log(recipe, opened))
     if opened.checkpoint is None:
         before = validate(trainer, opened.data)
     else:
@@ -359,13 +339,11 @@ def begin_folder(
     )
 
 
-def open_log(recipe: Recipe, opened: OpenedRun, description: str) -> MetricsLog:
-    """Write recipe, environment and the description of the start, and open the metrics log with its trackers. On rank
-    0."""
+def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
+    """Write recipe, environment and the notes on the start, and open the metrics log with its trackers. On rank 0."""
     folder, dataset = Path(recipe.run.output_dir), opened.data.feed.dataset
-    kept = dataset.origin if isinstance(dataset, KeptDataset) else None
-    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept)
-    run_folder.add_start(folder, opened.num_done, "\n".join([description, *console.notes]))
+    kept, notes = dataset.origin if isinstance(dataset, KeptDataset) else None, "\n".join(console.notes)
+    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept, notes)
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
     sinks = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)
@@ -376,9 +354,15 @@ def open_log(recipe: Recipe, opened: OpenedRun, description: str) -> MetricsLog:
 def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write losses and trained weights into the run's folder. A collective."""
     mark("export")
-    if after := result.validation_losses_after:
-        losses = run_folder.HeldOutLosses(result.validation_losses_before, after, recipe.method.normalization)
-        run_on_first_rank(lambda: run_folder.write_held_out_losses(run.folder, losses))
+    before, after = result.validation_losses_before, result.validation_losses_after
+
+    def write_losses() -> None:
+        with writing("run.output_dir", run.folder):
+            losses = run_folder.HeldOutLosses(before, after, recipe.method.normalization)
+            write_json(run.folder / run_folder.HELD_OUT, asdict(losses))
+
+    if after:
+        run_on_first_rank(write_losses)
     kind: Kind = "adapter" if recipe.lora is not None else "model"
     model = recipe.model.path
     card = run_on_first_rank(lambda: make_model_card(run.folder, model, recipe.method, recipe.data, kind))
@@ -387,8 +371,8 @@ def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrai
         run.metrics_log.close()
 
 
-def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Make the last lines of a run: tokens of one trace, held-out losses, and the result's folder."""
+def summarize(result: RunResult) -> str:
+    """Make the last lines of a run: held-out losses, and the result's folder."""
     before = result.validation_losses_before
     losses = [
         f"{name} {before[name]:.4f} -> {after:.4f}".strip()
@@ -396,9 +380,6 @@ def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
         if name in before  # data.validation_path may change when a run is resumed
     ]
     lines = [""]
-    traces = result.last_step.tokens if result.last_step is not None else None
-    if traces and traces[0].utilities is not None:
-        lines.append(describe_example(traces[0], tokenizer) + "\n")
     if losses:
         lines.append(f"Held-out loss: {', '.join(losses)}")
     lines.append(f"Result: {result.export_folder} (Hugging Face format)")

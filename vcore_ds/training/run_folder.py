@@ -1,16 +1,17 @@
-"""A run's folder, new or resumed: recipe.yaml, environment.json, metrics.jsonl, tokens/ and the result."""
+"""A run's folder: its files, and which run it holds: a new one, one to resume or to extend, or a branch of another."""
 
 import json
 import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,18 +19,28 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import check_folder, discard, read_json, reading, write_json, write_text, writing
+from vcore_ds.common.locks import LOCK
+from vcore_ds.common.paths import (
+    check_folder,
+    discard,
+    read_json,
+    reading,
+    unfinished_path,
+    write_json,
+    write_text,
+    writing,
+)
 from vcore_ds.common.version import __version__
-from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")
-OPTIONAL_PACKAGES = ("triton", "transformer_engine", "flash-attn-4")
-"""Packages whose versions environment.json records: kernels of the optional ones are used where they are installed."""
+PACKAGES = ("deepspeed", "transformers", "peft", "megatron-core", "triton", "transformer_engine", "flash-attn-4")
+"""Packages whose versions environment.json records where they are installed."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 HELD_OUT = "held_out.json"
@@ -56,18 +67,6 @@ def check_output_folder(folder: Path) -> None:
         check_folder(folder)
 
 
-def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: Mapping[str, Any] | None = None) -> int:
-    """Write recipe.yaml and environment.json, and keep the lines of the first `num_done` steps in metrics.jsonl and
-    their records in tokens/; return the number of lines moved to metrics_lost.jsonl. On rank 0. `kept`: origin of the
-    selected traces, for environment.json; None if all are used. Raises UserError if the folder cannot be written."""
-    with writing("run.output_dir", folder):
-        # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
-        write_text(folder / RECIPE, recipe_yaml)
-        _record_environment(folder, world_size, num_done, kept)
-        move_lost_tokens(folder, num_done)
-        return move_lost_metrics(folder, num_done)
-
-
 def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[Path]:
     """Rename the results of a finished run of `num_steps` to `NAME_step_NNNNNNNN`, before the run goes on; return the
     new paths. On rank 0."""
@@ -82,16 +81,6 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
     return moved
 
 
-def add_start(folder: Path, num_done: int, text: str) -> None:
-    """Append the description of the run at this start to start.txt. On rank 0. Raises UserError if the folder cannot be
-    written."""
-    path = folder / START
-    with writing("run.output_dir", path):
-        earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
-        now = time.strftime(STARTED_FORMAT, time.gmtime())
-        write_text(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
-
-
 _ENVIRONMENT = TypeAdapter(dict[str, Any])
 
 
@@ -101,14 +90,32 @@ def read_environment(folder: Path) -> dict[str, Any]:
     return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
 
 
-def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapping[str, Any] | None) -> None:
-    now = {"started": time.strftime(STARTED_FORMAT, time.gmtime()), **describe_environment(world_size)}
-    if kept is not None:
-        now |= {"kept": kept}
-    first = read_environment(folder)
-    if first and num_done:  # a start whose steps are all repeated is recorded in start.txt only
-        now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
-    write_json(folder / ENVIRONMENT, now)
+def begin(
+    folder: Path,
+    recipe_yaml: str,
+    world_size: int,
+    num_done: int,
+    kept: Mapping[str, Any] | None = None,
+    description: str = "",
+) -> int:
+    """Write recipe.yaml, environment.json and the `description` of this start in start.txt; keep the lines of the first
+    `num_done` steps in metrics.jsonl and their records in tokens/, and return the number of lines moved to
+    metrics_lost.jsonl. On rank 0. `kept`: origin of the selected traces, for environment.json; None if all are used.
+    Raises UserError if the folder cannot be written."""
+    started = time.strftime(STARTED_FORMAT, time.gmtime())
+    with writing("run.output_dir", folder):
+        # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
+        write_text(folder / RECIPE, recipe_yaml)
+        now = {"started": started, **describe_environment(world_size)} | ({} if kept is None else {"kept": kept})
+        first = read_environment(folder)
+        if first and num_done:  # a start whose steps are all repeated is recorded in start.txt only
+            now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
+        write_json(folder / ENVIRONMENT, now)
+        path = folder / START
+        earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
+        write_text(path, f"{earlier}==== {started}, after step {num_done} ====\n{description}\n")
+        move_lost_tokens(folder, num_done)
+        return move_lost_metrics(folder, num_done)
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:
@@ -155,7 +162,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": _list_versions() | {"torch": torch.__version__},  # its CUDA version is not in PyPI's metadata
+        "packages": {"vcore_ds": __version__, "torch": torch.__version__, **_list_versions()},
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
@@ -165,11 +172,11 @@ def describe_environment(world_size: int) -> dict[str, Any]:
 
 
 def _list_versions() -> dict[str, str]:
-    packages = {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}}
-    for name in OPTIONAL_PACKAGES:
+    versions = {}
+    for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    return packages
+            versions[name] = version(name)
+    return versions
 
 
 def _git_commit() -> str | None:
@@ -193,7 +200,7 @@ class HeldOutLosses:
     before: dict[str, float]
     after: dict[str, float]
     normalization: Literal["sequence", "token"] = "sequence"
-    """Mean over sequences of their tokens' mean (files of version 0.7.0 have no other), or over all tokens."""
+    """Mean over sequences of their tokens' mean, or over all tokens."""
 
 
 _HELD_OUT = TypeAdapter(HeldOutLosses)
@@ -217,44 +224,36 @@ def read_run_metrics(folder: Path) -> list[dict[str, float | None]]:
         if not path.is_file():
             raise UserError(f"RUN: {folder}: found no {METRICS} there; expected a run that has taken a step")
         written = path.read_bytes().splitlines()
-    lines: list[dict[str, float | None]] = []
-    last_step = 0
+    lines: list[dict[str, Any]] = []
     for number, text in enumerate(written, start=1):
-        step_and_values = _parse_line(text)
-        if step_and_values is None or step_and_values[0] <= last_step:
+        line = _parse_line(text)
+        if line is None or (lines and line["step"] <= lines[-1]["step"]):
             raise UserError(
                 f"{path}: line {number}: found {text[:80].decode(errors='replace')!r}; expected {_EXPECTED_LINE}. "
                 "Remove the line: the others can be read"
             )
-        last_step, values = step_and_values
-        lines.append(values)
+        lines.append(line)
     if not lines:
         raise UserError(f"{path}: is empty; expected a run that has taken a step")
     return lines
 
 
-def belongs_to_steps(line: str, num_done: int) -> bool:
+def belongs_to_steps(text: str, num_done: int) -> bool:
     """Whether a line of metrics.jsonl is complete and of one of the first `num_done` steps."""
-    parsed = _parse_line(line)
-    return parsed is not None and parsed[0] <= num_done
+    line = _parse_line(text)
+    return line is not None and line["step"] <= num_done
 
 
-def _parse_line(text: str | bytes) -> tuple[int, dict[str, float | None]] | None:
+def _parse_line(text: str | bytes) -> dict[str, Any] | None:
+    """Parse the numbers in a line of metrics.jsonl, `step` among them; None if it is damaged."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    step = values.get("step") if isinstance(values, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+    if not isinstance(values, dict) or type(values.get("step")) is not int or values["step"] < 1:
         return None
     numbers = {key: value for key, value in values.items() if value is None or type(value) in (int, float)}
-    return step, {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
-
-
-def write_held_out_losses(folder: Path, losses: HeldOutLosses) -> None:
-    """Write held_out.json. On rank 0. Raises UserError if it cannot be written."""
-    with writing("run.output_dir", folder):
-        write_json(folder / HELD_OUT, asdict(losses))
+    return {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
 
 
 def read_held_out_losses(folder: Path) -> HeldOutLosses:
@@ -278,3 +277,122 @@ def load_run_tokenizer(folder: Path, model: str, path: str | None) -> "PreTraine
         return load_tokenizer(str(results[0]) if results else model)
     except UserError as error:
         raise UserError(f"{folder}: {error}; expected the tokenizer of the run. Name it with --tokenizer") from None
+
+
+_LAYERS_ADVICE = (
+    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
+    "export it (vcore-ds export) and give the result to a new run as its model.path"
+)
+
+
+class FinishedRun(UserError):
+    """run.output_dir holds a run that has finished."""
+
+
+def can_resume(recipe: Recipe) -> bool:
+    """Whether run.output_dir holds an unfinished run of this recipe; False if it is new or empty. Raises FinishedRun if
+    the run has finished, UserError for anything else, which a run never overwrites."""
+    with writing("run.output_dir", Path(recipe.run.output_dir)):
+        return _holds_this_run(recipe)
+
+
+def _holds_this_run(recipe: Recipe) -> bool:
+    folder = Path(recipe.run.output_dir)
+    with suppress(FileNotFoundError):
+        folder.stat()  # raises for impossible paths (below a file, circular links), which `is_file` does not
+    is_run = (folder / RECIPE).is_file()
+    if recipe.checkpoint.resume == "never" or not is_run:
+        # A branch that was killed before its recipe was written starts over.
+        copied = {"checkpoints", TOKENS, METRICS, ENVIRONMENT} if recipe.checkpoint.branch_from is not None else set()
+        allowed = {LOCK, *copied, *(unfinished_path(Path(name)).name for name in (RECIPE, METRICS, ENVIRONMENT))}
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - allowed):
+            what = "holds another run" if is_run else "is not an empty folder"
+            raise UserError(
+                f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
+            )
+        if recipe.checkpoint.branch_from is not None:
+            _check_branch(recipe, Path(recipe.checkpoint.branch_from))
+        return False
+    try:
+        earlier = read_resolved_recipe(folder / RECIPE)
+    except UserError as error:
+        raise UserError(
+            f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
+            "expected a new folder, or a run of this recipe. Set run.output_dir"
+        ) from None
+    if differing := differing_keys(earlier, recipe):
+        raise UserError(
+            f"run.output_dir: {folder}: holds a run of another recipe:\n{_list_differences(differing)}\n"
+            "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
+            "run.output_dir" + (_LAYERS_ADVICE if differing.keys() & {"model.provider", "parallel.tensor"} else "")
+        )
+    result = export_folder(folder, is_adapter=recipe.lora is not None)
+    if result.exists() and not _is_longer(recipe.schedule, earlier.schedule):
+        raise FinishedRun(
+            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
+            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
+            "schedule.num_steps to make the run longer"
+        )
+    return True
+
+
+def _is_longer(now: ScheduleConfig, before: ScheduleConfig) -> bool:
+    """Whether a schedule has more steps or epochs than that of the earlier run."""
+    lengths = (now.num_steps, before.num_steps), (now.num_epochs, before.num_epochs)
+    # Steps and epochs are compared once the data are read: a shorter schedule finds no checkpoint to continue from.
+    return all(length is None or earlier is None or length > earlier for length, earlier in lengths)
+
+
+def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
+    """Raise UserError if a run cannot branch from this checkpoint."""
+    from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
+
+    where = f"checkpoint.branch_from: {checkpoint}"
+    with reading("checkpoint.branch_from", checkpoint, "a checkpoint that can be read"):
+        if checkpoint_folder.parse_step(checkpoint) is None or not (checkpoint / checkpoint_folder.COMPLETE).is_file():
+            raise UserError(f"{where}: found no finished checkpoint; expected RUN/checkpoints/step_NNNNNNNN")
+    if differing := differing_keys(read_resolved_recipe(checkpoint / RECIPE), recipe):
+        raise UserError(
+            f"{where}: is of a run of another recipe:\n{_list_differences(differing)}\n"
+            "expected the same values; keys of schedule may differ. Set these keys as they are there"
+        )
+
+
+def _list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
+
+
+def begin_branch(checkpoint: Path, folder: Path) -> None:
+    """Fill a new run's folder with `checkpoint`, and its source's metrics and recorded tokens up to that step, as hard
+    links if possible. On rank 0, which holds the folder's lock."""
+    from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
+
+    run, step = checkpoint.parents[1], checkpoint_folder.parse_step(checkpoint)
+    assert step is not None  # checked by `can_resume`
+    with writing("run.output_dir", folder):
+        target = folder / "checkpoints" / checkpoint.name
+        discard(target)
+        discard(unfinished_path(target))
+        shutil.copytree(checkpoint, unfinished_path(target), copy_function=_link_or_copy)
+        unfinished_path(target).rename(target)
+        tokens = folder / TOKENS
+        tokens.mkdir(exist_ok=True)
+        for path in (run / TOKENS).glob("*.npz"):
+            if parse_record_step(path) <= step:
+                (tokens / path.name).unlink(missing_ok=True)
+                _link_or_copy(path, tokens / path.name)
+        names = [name for name in (METRICS, ENVIRONMENT) if (run / name).is_file()]
+        texts = {name: (run / name).read_text(encoding="utf-8") for name in names}
+        if METRICS in texts:
+            lines = texts[METRICS].splitlines(keepends=True)
+            texts[METRICS] = "".join(line for line in lines if belongs_to_steps(line, step))
+        # Last: a folder with a recipe is a run, which the same command resumes.
+        for name, text in (texts | {RECIPE: (checkpoint / RECIPE).read_text(encoding="utf-8")}).items():
+            write_text(folder / name, text)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)

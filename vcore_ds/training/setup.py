@@ -111,7 +111,8 @@ def build_estimator(
         return NoUtilities(engine, statistic=method.prediction_statistic, is_anchored=method.is_anchored)
     direction = build_direction(engine, probe, utility)
     if utility.estimator == "jvp":
-        is_fused = utility.fused is not False and explain_separate_forward(method, engine) is None
+        # Sequence weights need all utilities before the first backward.
+        is_fused = utility.fused is not False and not method.weights_sequences and why_not_fused(engine) is None
         return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)
     assert utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(engine, direction, batches_per_pass, epsilon=utility.epsilon, rounding=utility.rounding)
@@ -127,10 +128,3 @@ def build_direction(engine: Engine, probe: ProbeConfig, utility: UtilityConfig) 
             f"{torch.__version__}; expected null, or GPUs from Hopper on"
         )
     return Direction(engine, probe.rank, probe.rank_passes, fp8_tangents=fp8_tangents)
-
-
-def explain_separate_forward(method: MethodConfig, engine: Engine) -> str | None:
-    """Explain why `jvp` needs a separate forward for utilities; None if the main forward computes them."""
-    if method.weights_sequences:
-        return "sequence weights need all utilities before the first backward"
-    return why_not_fused(engine)

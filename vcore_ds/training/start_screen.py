@@ -1,30 +1,22 @@
 """Describe a run at its start: on the screen, and in detail in start.txt."""
 
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import DataConfig, WeightedPath
-from vcore_ds.config.sections import EngineConfig, LoraConfig, MethodConfig, ModelConfig, ProbeConfig, UtilityConfig
+from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_store
-from vcore_ds.data.store import MANIFEST
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
-from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_layout import Utilization
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
 from vcore_ds.planning.fit import MemoryPlan, describe_memory
-from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.training.feed import Feed, count_dataset_tokens
-from vcore_ds.training.setup import explain_separate_forward
-from vcore_ds.utility.direction import Direction
 
 
 def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: ParameterCounts | None) -> str:
@@ -36,29 +28,13 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
     return f"{shorten_path(model.path)}: {size}, {model.precision}"
 
 
-def describe_training(data: DataConfig, dataset: Dataset, positions: int | None = None) -> str:
+def describe_training(data: DataConfig, dataset: Dataset) -> str:
     """Describe the training data, which may be several files."""
-    return describe_data(" + ".join(shorten_path(file.path) for file in data.train_files()), dataset, positions)
+    return describe_data(" + ".join(shorten_path(file.path) for file in data.train_files()), dataset)
 
 
-def name_show_command(data: DataConfig, model: str) -> str:
-    """Name the command that prints the first rows as they are learned."""
-    words = [
-        "vcore-ds",
-        "prepare",
-        "chat",
-        shorten_path(data.train_files()[0].path),
-        "--tokenizer",
-        shorten_path(model),
-    ]
-    words += ["--supervise", data.supervise] if data.supervise != "all" else []
-    words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in data.columns.items())] if data.columns else []
-    return shlex.join([*words, "--show", "2"])
-
-
-def describe_data(path: str, dataset: Dataset, positions: int | None = None) -> str:
-    """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`.
-    `positions`: longest sequence of the model; None if unknown."""
+def describe_data(path: str, dataset: Dataset) -> str:
+    """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`."""
     num_tokens, num_supervised = count_dataset_tokens(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
@@ -71,15 +47,9 @@ def describe_data(path: str, dataset: Dataset, positions: int | None = None) -> 
         size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else count(len(dataset), "sequence")
     if num_trusted:
         dropped = dropped | {"in data.probe_path too": num_trusted}
-    parts = [f"{n:,} dropped: {rule}" for rule, n in dropped.items()]
-    manifest = find_token_store(dataset).manifest
-    longest, cutoff = manifest.get("longest", 0), manifest.get("filters", {}).get("cutoff_length", 0)
-    if any("longer than" in rule for rule in dropped) and longest and not (Path(path) / MANIFEST).is_file():
-        if positions is None or longest <= positions:
-            parts.append(f"data.cutoff_length={longest} keeps all")
-        elif cutoff < positions:
-            parts.append(f"data.cutoff_length={positions}, the model's positions, keeps more")
-    return "; ".join([f"{shorten_path(path)}: {size}, {tokens}", *parts])
+    return "; ".join(
+        [f"{shorten_path(path)}: {size}, {tokens}", *(f"{n:,} dropped: {rule}" for rule, n in dropped.items())]
+    )
 
 
 def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: int) -> Iterator[str]:
@@ -97,27 +67,21 @@ def describe_method(method: MethodConfig, utility: UtilityConfig, probe: ProbeCo
     """Describe the method with its settings. `probe_path`: data.probe_path."""
     if not method.uses_utilities:
         return f"{method.name}, normalization {method.normalization}"
-    strength = (
-        f"KL budget {method.kl_budget:g} nats"
-        if method.kl_budget is not None
-        else f"temperature {method.temperature:g}"
-    )
+    is_budget = method.kl_budget is not None
+    strength = f"KL budget {method.kl_budget:g} nats" if is_budget else f"temperature {method.temperature:g}"
     if method.base_measure != "uniform":
         strength += f" from {method.base_measure}"
     if method.scope == "sequence_and_batch":
         strength += f", and {method.batch_kl_budget:g} nats over the sequences of a batch"
     how = "forward mode (jvp)" if utility.estimator == "jvp" else f"finite differences (epsilon {utility.epsilon})"
-    direction = describe_direction(probe, probe_path)
-    return f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {direction}"
-
-
-def describe_direction(probe: ProbeConfig, probe_path: str | None) -> str:
-    """Describe the direction of the utilities."""
     source = f"probes of {probe.batch_size}"
     source += "" if probe_path is None else f" from {shorten_path(probe_path)}"
     source += ", weighted by probability" if probe.loss == "dft" else ""
     source += f", every {probe.every} steps" if probe.every > 1 else ""
-    return f"the {probe.direction} direction ({source})"
+    return (
+        f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along the {probe.direction} "
+        f"direction ({source})"
+    )
 
 
 def describe_parallelism() -> str:
@@ -147,37 +111,8 @@ def shorten_path(path: str) -> str:
 def describe_use_of_ranks(
     plan: BatchPlan, passes: Mapping[BatchKind, Utilization], memory: MemoryPlan | None
 ) -> Iterator[str]:
-    """Describe balance and cost of the next steps' passes, and the estimated memory."""
+    """Describe the balance of the next steps' passes, and the estimated memory."""
     for part, utilization in passes.items():
         yield f"Balance of the {part} batch in the next steps: {utilization.describe()}"
-    if "probe" in passes:
-        share = passes["probe"].time / passes["main"].time
-        yield f"Cost of the probe: {share:.0%} of forward and backward of the main batch, predicted"
     if memory is not None:
         yield describe_memory(memory)
-
-
-def describe_engine(
-    config: EngineConfig, method: MethodConfig, utility: UtilityConfig, engine: Engine, direction: Direction | None
-) -> Iterator[str]:
-    """Describe the memory of gradients and direction, and the forwards of a step."""
-    size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
-    is_auto = config.coalesce_gradient_reduction == "auto"
-    limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""
-    often = "step" if engine.coalesces else "micro-batch"
-    yield f"Gradients: reduced once a {often}; unsharded they take {size:,.1f} MiB a rank{limit}"
-    if direction is None:
-        return
-    yield f"Probe direction: {direction.persistent_bytes / 2**20:,.1f} MiB a rank between passes"
-    if utility.estimator == "jvp" and utility.fused is not False:
-        why_not = explain_separate_forward(method, engine)
-        yield (
-            "Utilities come from the main forward itself"
-            if why_not is None
-            else f"Utilities take a separate forward, since {why_not}"
-        )
-    if utility.estimator == "finite_difference" and engine.has_dropout:
-        yield (
-            "LoRA dropout is on, so the training forward cannot serve as l(theta): finite differences take one more "
-            "forward a step"
-        )

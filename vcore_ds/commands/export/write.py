@@ -24,7 +24,7 @@ from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, 
 from vcore_ds.models.model_identity import CARD, identify_base_model, is_hub_id, read_card_metadata
 from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-from vcore_ds.training.result import Kind, make_model_card
+from vcore_ds.training.model_card import Kind, make_model_card
 from vcore_ds.training.run_folder import read_run_recipe
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"

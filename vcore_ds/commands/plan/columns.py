@@ -189,10 +189,10 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     if settings.num_steps is not None:
         return settings
     if recipe.data.keep is not None:
-        from vcore_ds.training.keep import read_kept_on_disk  # imports torch: seconds
+        from vcore_ds.training.keep import read_kept  # imports torch: seconds
 
-        selection = read_kept_on_disk(recipe.data.keep)
-        num_sequences = None if selection is None else len(selection.positions)
+        is_here = is_readable(recipe.data.keep.scores)
+        num_sequences = len(read_kept(recipe.data.keep).positions) if is_here else None
     if num_sequences is None:
         return settings
     per_step = settings.batch.global_size - settings.num_trusted
