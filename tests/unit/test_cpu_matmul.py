@@ -6,6 +6,7 @@ and by the summation in fp32.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from tests.helpers.cpu_kernels import replaced_kernels
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import cpu_matmul
 
@@ -31,6 +31,16 @@ def pytorchs_kernels() -> Iterator[None]:
         library._destroy()
     yield
     cpu_matmul._replaced = None if library is None else cpu_matmul._replace_kernels()
+
+
+@contextmanager
+def replaced_kernels() -> Iterator[None]:
+    """Replace PyTorch's kernels inside the block, as `use_fast_cpu_matmul` does where that is faster."""
+    library = cpu_matmul._replace_kernels()
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @pytest.fixture

@@ -37,31 +37,28 @@ UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32
 SOURCES = np.array(list("aaaabbbb"))
 
 
+FALLING = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
+
+
 @pytest.mark.parametrize(
-    ("top", "above", "within", "expected"),
+    ("utilities", "keys", "expected"),
     [
-        (0.25, None, "all", [0, 6]),
-        (0.5, None, "all", [0, 2, 4, 6]),
-        (0.375, None, "all", [0, 2, 6]),  # of two equal ones the first
-        (1.0, None, "all", [0, 1, 2, 4, 5, 6]),  # a utility that is not finite is never kept
-        (0.25, None, "source", [0, 6]),
-        (0.5, None, "source", [0, 2, 4, 6]),
-        (0.01, None, "all", []),
-        (None, 0.0, "all", [0, 2, 4, 6]),
-        (None, -1.0, "all", [0, 2, 4, 5, 6]),
-        (None, 5.0, "all", []),
+        (UTILITIES, {"top": 0.25}, [0, 6]),
+        (UTILITIES, {"top": 0.5}, [0, 2, 4, 6]),
+        (UTILITIES, {"top": 0.375}, [0, 2, 6]),  # of two equal ones the first
+        (UTILITIES, {"top": 1.0}, [0, 1, 2, 4, 5, 6]),  # a utility that is not finite is never kept
+        (UTILITIES, {"top": 0.25, "within": "source"}, [0, 6]),
+        (UTILITIES, {"top": 0.5, "within": "source"}, [0, 2, 4, 6]),
+        (UTILITIES, {"top": 0.01}, []),
+        (UTILITIES, {"above": 0.0}, [0, 2, 4, 6]),
+        (UTILITIES, {"above": -1.0}, [0, 2, 4, 5, 6]),
+        (UTILITIES, {"above": 5.0}, []),
+        (FALLING, {"top": 0.5}, [0, 1, 2, 3]),
+        (FALLING, {"top": 0.5, "within": "source"}, [0, 1, 6, 7]),
     ],
 )
-def test_the_kept_traces_by_hand(top: float | None, above: float | None, within: str, expected: list[int]) -> None:
-    keep = KeepConfig(scores="s", top=top, above=above, within=within)
-    assert select_positions(UTILITIES, SOURCES, keep).tolist() == expected
-
-
-def test_a_share_of_each_source_differs_from_a_share_of_all() -> None:
-    utilities = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
-    for within, expected in (("all", [0, 1, 2, 3]), ("source", [0, 1, 6, 7])):
-        keep = KeepConfig(scores="s", top=0.5, within=within)
-        assert select_positions(utilities, SOURCES, keep).tolist() == expected
+def test_the_kept_traces_by_hand(utilities: np.ndarray, keys: dict[str, Any], expected: list[int]) -> None:
+    assert select_positions(utilities, SOURCES, KeepConfig(scores="s", **keys)).tolist() == expected
 
 
 @pytest.fixture(scope="module")
@@ -216,12 +213,6 @@ def test_wrong_keys_are_named(tmp_path: Path, keep: object, override: str, key: 
 def test_the_nearest_nested_key_is_named_and_no_deeper_one_exists(tmp_path: Path) -> None:
     assert read_problem(tmp_path, KEEP, "data.keep.tpo=1").endswith('; did you mean "data.keep.top"?')
     assert "expected section.key=value" in read_problem(tmp_path, KEEP, "data.keep.top.deep=1")
-
-
-def test_both_a_wrong_key_and_a_broken_rule_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as error:
-        load_recipe(write_recipe(tmp_path, keep=KEEP | {"above": 0}), ["run.seed=-1"])
-    assert len(error.value.problems) == 2
 
 
 def test_which_keys_may_change_when_a_run_is_resumed() -> None:

@@ -1,7 +1,6 @@
 """Stop requests: signals to this process, the end of the launcher that started it, a STOP file and a time limit.
 
-Imports of the standard library only, so that signals are handled before torch and deepspeed are imported, which can
-take a minute.
+Imports little, so that signals are handled before torch and deepspeed are imported, which can take a minute.
 """
 
 import math
@@ -13,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 from vcore_ds.common.errors import EXIT_STOPPED
 
@@ -164,29 +165,19 @@ def _find_launchers() -> list[int]:
     """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher. Without
     this, ranks would survive a `kill` of the `deepspeed` command, which ends only that command, or a SIGKILL of
     torchrun."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _list_ancestors(1)
     above = _list_ancestors(2)
-    if above and b"deepspeed.launcher.launch" in _read(above[0], "cmdline"):
-        return above[: 1 + (b"deepspeed" in _read(above[1], "cmdline"))]
-    return []
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return above[:1]
+    lines: list[str] = []
+    with suppress(psutil.Error):
+        lines = [" ".join(psutil.Process(pid).cmdline()) for pid in above]
+    if not lines or "deepspeed.launcher.launch" not in lines[0]:
+        return []
+    return above[: 1 + ("deepspeed" in lines[-1])]
 
 
 def _list_ancestors(count: int) -> list[int]:
-    pids = [os.getppid()]
-    while len(pids) < count:
-        # "pid (name) state parent ..."; the name may hold spaces and brackets.
-        pids.append(int(_read(pids[-1], "stat").rpartition(b")")[2].split()[1] or 0))
-    return pids
-
-
-def _read(pid: int, name: str) -> bytes:
-    """Read a file of /proc; if it is gone, return `0 (gone) X 0`: no launcher's command line, and parent 0."""
-    try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
-            return file.read()
-    except OSError:
-        return b"0 (gone) X 0"
+    return [process.pid for process in psutil.Process().parents()[:count]]
 
 
 stop_signals = StopSignals()  # the instance of this process
@@ -254,6 +245,4 @@ class Stops:
 
 def process_age_seconds() -> float:
     """Seconds since the start of this process, imports included."""
-    import psutil
-
     return time.time() - psutil.Process().create_time()
