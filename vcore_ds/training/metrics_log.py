@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.training import console
 from vcore_ds.training.run_folder import LOST_METRICS, METRICS, RECIPE, TRACKERS
 
-MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
+MOST_WAITING = 1000  # lines that may wait for a tracker; further ones are dropped
 
 CLOSE_SECONDS = 60.0  # time to send the remaining lines at the end of a run
 
@@ -37,27 +37,18 @@ RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
-class Sink(Protocol):
-    """A tracker, whose methods may raise anything and take any time."""
+class BackgroundTracker:
+    """Runs one of accelerate's trackers in a thread, so that it can neither fail nor slow the run: its methods may raise
+    anything and take any time. Errors become one warning, printed by the caller's thread with the next line or at the
+    end."""
 
-    def write(self, values: Mapping[str, float | int]) -> None:
-        """Send a step's numbers, including `step`."""
-
-    def close(self) -> None:
-        """Send the remaining lines at the regular end of the run."""
-
-
-class BackgroundSink:
-    """Runs a sink in a thread, so that it can neither fail nor slow the run; its errors become one warning, printed by
-    the caller's thread with the next line or at the end."""
-
-    def __init__(self, name: str, open_sink: Callable[[], Sink], *, close_seconds: float = CLOSE_SECONDS):
+    def __init__(self, name: str, open_tracker: Callable[[], Any], *, close_seconds: float = CLOSE_SECONDS):
         self._name, self._close_seconds = name, close_seconds
-        # The last one is whether to close the sink.
+        # The last one is whether to close the tracker.
         self._lines: Queue[Mapping[str, float | int] | bool] = Queue()
         self._problem: str | None = None
         self._has_warned = False
-        self._thread = Thread(target=self._work, args=(open_sink,), name=f"sink {name}", daemon=True)
+        self._thread = Thread(target=self._work, args=(open_tracker,), name=f"tracker {name}", daemon=True)
         self._thread.start()
         atexit.register(self._finish, False, DRAIN_SECONDS)
 
@@ -81,14 +72,17 @@ class BackgroundSink:
         self._lines.put(closes)
         self._thread.join(seconds)
 
-    def _work(self, open_sink: Callable[[], Sink]) -> None:
-        sink = self._attempt(open_sink)
-        if sink is None:
+    def _work(self, open_tracker: Callable[[], Any]) -> None:
+        tracker = self._attempt(open_tracker)
+        if tracker is None:
             return
         while not isinstance(values := self._lines.get(), bool):
-            self._attempt(partial(sink.write, values))
+            # The step of Weights & Biases never goes back, but a run repeats the steps after its last checkpoint.
+            step = None if tracker.name == "wandb" else int(values["step"])
+            shown = {key: value for key, value in values.items() if step is None or key != "step"}
+            self._attempt(partial(tracker.log, shown, step=step))
         if values:
-            self._attempt(sink.close)
+            self._attempt(tracker.finish)
 
     def _attempt(self, action: Callable[[], Any]) -> Any:
         """Return what `action` returns; None, noting why, if it fails. It may raise anything, SystemExit too."""
@@ -108,8 +102,8 @@ class MetricsLog:
     cannot be written wait in memory until `flush`, whose failure the caller shares with all ranks. The file never holds
     part of a line."""
 
-    def __init__(self, folder: Path, sinks: Sequence[BackgroundSink] = ()):
-        self._path, self._sinks = folder / METRICS, sinks
+    def __init__(self, folder: Path, trackers: Sequence[BackgroundTracker] = ()):
+        self._path, self._trackers = folder / METRICS, trackers
         # Unbuffered: the file has all lines of a killed run.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._waiting = b""
@@ -128,8 +122,8 @@ class MetricsLog:
                     "ends at the next checkpoint unless they can be written by then"
                 )
         numbers = {key: value for key, value in clean.items() if value is not None}
-        for sink in self._sinks:
-            sink.write(numbers)
+        for tracker in self._trackers:
+            tracker.write(numbers)
 
     def flush(self) -> None:
         """Flush all lines to disk: a checkpoint may not outlive them. Raises UserError if they cannot be written."""
@@ -138,10 +132,10 @@ class MetricsLog:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file and all sinks, which send their remaining lines first."""
+        """Close the file and all trackers, which send their remaining lines first."""
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write_waiting(self) -> None:
         """Append all waiting lines, or none of them (OSError)."""
@@ -156,25 +150,10 @@ class MetricsLog:
         self._waiting = b""
 
 
-class TrackerSink:
-    """One of accelerate's trackers, started."""
-
-    def __init__(self, tracker: Any):
-        self.tracker = tracker
-
-    def write(self, values: Mapping[str, float | int]) -> None:
-        # The step of Weights & Biases never goes back, but a run repeats the steps after its last checkpoint.
-        if self.tracker.name == "wandb":
-            self.tracker.log(dict(values))
-        else:
-            self.tracker.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
-
-    def close(self) -> None:
-        self.tracker.finish()
-
-
-def start_trackers(folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int) -> list[BackgroundSink]:
-    """Start the sinks of `track.trackers`, on rank 0, within a process group. `config`: the recipe's values by dotted
+def start_trackers(
+    folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
+) -> list[BackgroundTracker]:
+    """Start `track.trackers`, on rank 0, within a process group. `config`: the recipe's values by dotted
     keys; `num_done`: optimizer steps done in a run that is resumed."""
     if not track.trackers:
         return []
@@ -190,14 +169,12 @@ def start_trackers(folder: Path, track: TrackConfig, config: Mapping[str, Any], 
         torch.set_num_threads(num_threads)  # accelerate may change it, and sums would round differently
     values = {key: value for key, value in config.items() if value is not None}
     return [
-        BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, folder, track, values, num_done))
+        BackgroundTracker(f"track.trackers: {name}", partial(open_tracker, name, folder, track, values, num_done))
         for name in track.trackers
     ]
 
 
-def open_tracker(
-    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
-) -> TrackerSink:
+def open_tracker(name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int) -> Any:
     """Open a tracker that continues the records of earlier attempts of the run, whose id is kept in the run's folder;
     arguments as in `start_trackers`. Raises whatever the tracker raises."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -235,7 +212,7 @@ def open_tracker(
     if run_id is not None:
         id_file.parent.mkdir(exist_ok=True)
         write_text(id_file, f"{run_id}\n")
-    return TrackerSink(tracker)
+    return tracker
 
 
 def list_notes(

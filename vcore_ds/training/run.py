@@ -346,9 +346,9 @@ def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
     num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept, notes)
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
-    sinks = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)
+    trackers = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, sinks)
+        return MetricsLog(folder, trackers)
 
 
 def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase) -> None:

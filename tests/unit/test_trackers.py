@@ -1,4 +1,4 @@
-"""Sinks beside metrics.jsonl: the lines that they get; one that fails or hangs costs only a warning."""
+"""Trackers beside metrics.jsonl: the lines that they get; one that fails or hangs costs only a warning."""
 
 import json
 import subprocess
@@ -9,23 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.training.metrics_log import MOST_WAITING, BackgroundSink, MetricsLog
+from vcore_ds.training.metrics_log import MOST_WAITING, BackgroundTracker, MetricsLog
 
 
 class Kept:
     """Keeps what it gets, after raising for some steps."""
+
+    name = "kept"
 
     def __init__(self, bad_steps: tuple[int, ...] = ()):
         self.lines: list[Mapping[str, float | int]] = []
         self.is_closed = False
         self._bad_steps = bad_steps
 
-    def write(self, values: Mapping[str, float | int]) -> None:
-        if values["step"] in self._bad_steps:
-            raise ConnectionError(f"no server at step {values['step']}\nand a second line")
-        self.lines.append(values)
+    def log(self, values: Mapping[str, float | int], step: int) -> None:
+        if step in self._bad_steps:
+            raise ConnectionError(f"no server at step {step}\nand a second line")
+        self.lines.append({"step": step, **values})
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self.is_closed = True
 
 
@@ -36,7 +38,7 @@ class Hanging(Kept):
         super().__init__()
         self.release = threading.Event()
 
-    def write(self, values: Mapping[str, float | int]) -> None:
+    def log(self, values: Mapping[str, float | int], step: int) -> None:
         self.release.wait()
 
 
@@ -44,36 +46,36 @@ def read_warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
 
-def test_a_sink_gets_every_line_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink = Kept()
-    log = MetricsLog(tmp_path, [BackgroundSink("kept", lambda: sink)])
+def test_a_tracker_gets_every_line_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = Kept()
+    log = MetricsLog(tmp_path, [BackgroundTracker("kept", lambda: tracker)])
     for step in range(1, 51):
         log.write({"step": step, "loss": 1.0 / step, "tau": None, "kl": float("inf")})
     log.close()
-    assert sink.lines == [{"step": step, "loss": 1.0 / step} for step in range(1, 51)]
-    assert sink.is_closed and not read_warnings(capsys)
+    assert tracker.lines == [{"step": step, "loss": 1.0 / step} for step in range(1, 51)]
+    assert tracker.is_closed and not read_warnings(capsys)
 
 
 def test_errors_are_one_warning_and_later_lines_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = Kept(bad_steps=(1, 3))
-    background = BackgroundSink("there", lambda: sink)
+    tracker = Kept(bad_steps=(1, 3))
+    background = BackgroundTracker("there", lambda: tracker)
     for step in range(1, 5):
         background.write({"step": step})
     background.close()
-    assert [line["step"] for line in sink.lines] == [2, 4] and sink.is_closed
+    assert [line["step"] for line in tracker.lines] == [2, 4] and tracker.is_closed
     assert read_warnings(capsys) == [
         "warning: there: ConnectionError: no server at step 1. The run continues; metrics.jsonl has everything"
     ]
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("is not installed: pip install there"), SystemExit(1)])
-def test_a_sink_that_cannot_be_opened_causes_a_warning(
+def test_a_tracker_that_cannot_be_opened_causes_a_warning(
     error: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> Kept:
         raise error
 
-    background = BackgroundSink("there", fail)
+    background = BackgroundTracker("there", fail)
     background.write({"step": 0})
     background._thread.join(600)  # it has failed by then; any number of lines may come before its thread gets a core
     for step in range(3 * MOST_WAITING):
@@ -83,9 +85,11 @@ def test_a_sink_that_cannot_be_opened_causes_a_warning(
     assert warning.startswith(f"warning: there: {type(error).__name__}: {error}. The run continues")
 
 
-def test_a_sink_that_hangs_neither_stops_the_run_nor_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_hangs_neither_stops_the_run_nor_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hanging, num_steps = Hanging(), MOST_WAITING + 100
-    log = MetricsLog(tmp_path, [BackgroundSink("hanging", lambda: hanging, close_seconds=0.1)])
+    log = MetricsLog(tmp_path, [BackgroundTracker("hanging", lambda: hanging, close_seconds=0.1)])
     for step in range(1, num_steps + 1):
         log.write({"step": step})
     log.close()
@@ -96,9 +100,9 @@ def test_a_sink_that_hangs_neither_stops_the_run_nor_grows(tmp_path: Path, capsy
     hanging.release.set()
 
 
-def test_a_sink_that_hangs_at_the_end_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_hangs_at_the_end_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
     hanging = Hanging()
-    background = BackgroundSink("hanging", lambda: hanging, close_seconds=0.1)
+    background = BackgroundTracker("hanging", lambda: hanging, close_seconds=0.1)
     background.write({"step": 1})
     background.close()
     (warning,) = read_warnings(capsys)
@@ -107,23 +111,24 @@ def test_a_sink_that_hangs_at_the_end_is_left_behind(capsys: pytest.CaptureFixtu
 
 
 def test_a_run_that_ends_early_sends_its_last_lines(tmp_path: Path) -> None:
-    """The sink takes its lines only once the main thread has ended, as a slow one might."""
+    """The tracker takes its lines only once the main thread has ended, as a slow one might."""
     program = (
         "import sys, threading\n"
         "from pathlib import Path\n"
-        "from vcore_ds.training.metrics_log import BackgroundSink\n"
+        "from vcore_ds.training.metrics_log import BackgroundTracker\n"
         "class Slow:\n"
-        "    def write(self, values):\n"
+        "    name = 'slow'\n"
+        "    def log(self, values, step):\n"
         "        threading.main_thread().join()\n"
         "        with open(sys.argv[1], 'a') as file:\n"
-        "            file.write(f'{values}\\n')\n"
-        "    def close(self):\n"
+        "            file.write(f'{step}\\n')\n"
+        "    def finish(self):\n"
         "        Path(sys.argv[1]).write_text('closed')\n"
-        "sink = BackgroundSink('slow', Slow)\n"
+        "tracker = BackgroundTracker('slow', Slow)\n"
         "for step in range(3):\n"
-        "    sink.write({'step': step})\n"
+        "    tracker.write({'step': step})\n"
         "sys.exit(85)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "lines")], capture_output=True, text=True)
     assert done.returncode == 85 and not done.stderr
-    assert (tmp_path / "lines").read_text() == "{'step': 0}\n{'step': 1}\n{'step': 2}\n"
+    assert (tmp_path / "lines").read_text() == "0\n1\n2\n"
