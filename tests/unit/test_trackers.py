@@ -85,9 +85,7 @@ def test_a_tracker_that_cannot_be_opened_causes_a_warning(
     assert warning.startswith(f"warning: there: {type(error).__name__}: {error}. The run continues")
 
 
-def test_a_tracker_that_hangs_neither_stops_the_run_nor_grows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hanging_tracker_neither_stops_the_run_nor_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hanging, num_steps = Hanging(), MOST_WAITING + 100
     log = MetricsLog(tmp_path, [BackgroundTracker("hanging", lambda: hanging, close_seconds=0.1)])
     for step in range(1, num_steps + 1):

@@ -38,9 +38,9 @@ RELIABLE_SIGNAL_TO_NOISE = 3.0
 
 
 class BackgroundTracker:
-    """Runs one of accelerate's trackers in a thread, so that it can neither fail nor slow the run: its methods may raise
-    anything and take any time. Errors become one warning, printed by the caller's thread with the next line or at the
-    end."""
+    """Runs one of accelerate's trackers in a thread, so that it can neither fail nor slow the run: its methods may
+    raise anything and take any time. Errors become one warning, printed by the caller's thread with the next line or at
+    the end."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Any], *, close_seconds: float = CLOSE_SECONDS):
         self._name, self._close_seconds = name, close_seconds
