@@ -2,7 +2,7 @@
 
 import io
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from tests.helpers import tiny
 from tests.helpers.commands import (
     REPOSITORY,
     UNUSED_GPU,
+    add_unused_gpu,
     has_control_characters,
-    variables_with_unused_gpu,
 )
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
-from vcore_ds.training import result
+from vcore_ds.training import model_card
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 
@@ -278,12 +278,12 @@ def test_the_finished_run_of_another_recipe_is_refused(refuses: Refuses, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_result_that_could_not_be_written_is_noticed_at_the_start(
+def test_a_model_card_that_cannot_be_made_is_noticed_at_the_start(
     setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ):
-    """Such as a model card that cannot be made: its run was trained to the end."""
+    """Its run was trained to the end."""
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.delattr(result, "ModelCardData")
+    monkeypatch.delattr(model_card, "ModelCardData")
     with pytest.raises(NameError, match="ModelCardData"):
         main([command, str(FULL), *setup.overrides(tmp_path / "output", "methods/sft.yaml")])
     assert not (tmp_path / "output").exists()
@@ -299,9 +299,7 @@ without_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="this P
 def test_commands_refuse_gpus_that_pytorch_cannot_use(
     refuses: Refuses, setup: TinySetup, tmp_path: Path, command: str, monkeypatch, capsys, tmp_path_factory
 ):
-    for name, value in variables_with_unused_gpu(tmp_path_factory.mktemp("machine")).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("DS_ACCELERATOR")
+    add_unused_gpu(tmp_path_factory.mktemp("machine"), monkeypatch)
     if command == "chat":
         monkeypatch.setattr("sys.stdin", io.StringIO("a question"))
         assert main([command, str(setup.untied)]) == 2
@@ -314,14 +312,19 @@ def test_commands_refuse_gpus_that_pytorch_cannot_use(
     assert UNUSED_GPU in refuses(f"data.probe_path={setup.validation}", command=(command, *options))
 
 
+def run_beside_unused_gpu(arguments: Sequence[str]) -> int:
+    folder, *words = arguments
+    add_unused_gpu(Path(folder), pytest.MonkeyPatch())
+    return main(words)
+
+
 @without_cuda
 def test_ranks_that_cannot_use_their_gpus_say_so_once(setup: TinySetup, tmp_path: Path):
     """Two ranks of a run, as under torchrun; and a node of preflight, in its report."""
     words = [str(FULL), *setup.overrides(tmp_path / "output")]
-    variables = variables_with_unused_gpu(tmp_path)
-    with ForkedJob(main, ["train", *words], tmp_path / "log", num_ranks=2, **variables) as job:
+    with ForkedJob(run_beside_unused_gpu, [str(tmp_path), "train", *words], tmp_path / "log", num_ranks=2) as job:
         assert job.wait() == 2 and job.output.count(UNUSED_GPU) == 1, job.output
-    with ForkedJob(main, ["preflight", *words], tmp_path / "preflight", **variables) as job:
+    with ForkedJob(run_beside_unused_gpu, [str(tmp_path), "preflight", *words], tmp_path / "preflight") as job:
         assert job.wait() == 2 and job.output.count(UNUSED_GPU) == 1, job.output
     assert "vcore-ds: preflight: the nodes are not ready for this run:\n" in job.output
     assert f"  {socket.gethostname()}: {UNUSED_GPU}" in job.output and "that PyTorch can use" not in job.output

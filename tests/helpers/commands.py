@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _PROCESS_VARIABLES = set(
@@ -54,17 +56,21 @@ def command_environment() -> dict[str, str]:
     return environment
 
 
-UNUSED_GPU = "GPUs: found 1 x NVIDIA H100 80GB HBM3 with driver 570.86.15, which PyTorch"
-"""Beginning of the message of commands under `variables_with_unused_gpu`."""
+UNUSED_GPU = "GPUs: found 1 with driver 570.86.15, which PyTorch"
+"""Beginning of the message of commands after `add_unused_gpu`."""
 
 
-def variables_with_unused_gpu(folder: Path) -> dict[str, str]:
-    """Environment variables under which the driver seems to list a GPU, which a PyTorch built without CUDA cannot
-    use."""
-    command = folder / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 570.86.15\n")
-    command.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+def add_unused_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let this process see a driver and a GPU, which a PyTorch built without CUDA cannot use."""
+    from vcore_ds.distributed import device
+
+    (folder / "nvidia0").touch()
+    (folder / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n")
+    patch.setattr(device, "DEVICES", folder)
+    patch.setattr(device, "DRIVER", folder / "version")
+    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    patch.delenv("DS_ACCELERATOR", raising=False)
+    device._refuse_unused_gpus.cache_clear()
 
 
 def run_command(

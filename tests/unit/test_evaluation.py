@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY, UNUSED_GPU, variables_with_unused_gpu
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, UNUSED_GPU, add_unused_gpu
 from tests.helpers.late_imports import LateModule
 from tests.helpers.ranks import forkserver
 from tests.helpers.setups import write_model
@@ -218,9 +218,7 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch may be able to use GPUs")
 def test_gpus_that_pytorch_cannot_use_are_reported(base: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    for name, value in variables_with_unused_gpu(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("DS_ACCELERATOR")
+    add_unused_gpu(tmp_path, monkeypatch)
     assert main(make_words(base, tmp_path / "evaluation")) == 2
     assert capsys.readouterr().err.startswith(f"vcore-ds: {UNUSED_GPU}")
 

@@ -103,6 +103,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     opened = open_run(recipe, plan, lock, resumes)
     memory = describe_start(recipe, opened, settings, ds_config)
     check_memory(memory, recipe.engine)
+    make_card(recipe)  # now too, since it would fail after the last step
     mark("loading the model", is_loading=True)
     engine = build_engine(settings, ds_config)
     # Computed now: the weights on disk may change before the first save.
@@ -363,12 +364,17 @@ def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrai
 
     if after:
         run_on_first_rank(write_losses)
-    kind: Kind = "adapter" if recipe.lora is not None else "model"
-    model = recipe.model.path
-    card = run_on_first_rank(lambda: make_model_card(run.folder, model, recipe.method, recipe.data, kind))
-    save_hugging_face(run.trainer.engine, tokenizer, model, result.export_folder, card=card)
+    card = make_card(recipe)
+    save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, result.export_folder, card=card)
     if run.metrics_log is not None:
         run.metrics_log.close()
+
+
+def make_card(recipe: Recipe) -> str | None:
+    """Make the model card of the result, on rank 0. A collective."""
+    run = Path(recipe.run.output_dir)
+    kind: Kind = "model" if recipe.lora is None else "adapter"
+    return run_on_first_rank(lambda: make_model_card(run, recipe.model.path, recipe.method, recipe.data, kind))
 
 
 def summarize(result: RunResult) -> str:
