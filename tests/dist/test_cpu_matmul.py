@@ -53,7 +53,7 @@ def test_without_the_variable_the_cpu_chooses_the_kernels(
     deviations: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(cpu_matmul.VARIABLE, raising=False)
-    expected = deviations[cpu_matmul.cpu_matmul_precision()]
+    expected = deviations["fp32" if cpu_matmul.computes_in_fp32() else "native"]
     assert deviations[None] == [
         (is_replaced, {name: by_case[name] for name in WITHOUT_THE_VARIABLE}) for is_replaced, by_case in expected
     ]

@@ -313,11 +313,6 @@ def test_the_cpu_decides_unless_the_variable_does(
     cpu_matmul.use_fast_cpu_matmul()
     cpu_matmul.use_fast_cpu_matmul()
     assert len(replaced) == (expected == "fp32")
-    assert cpu_matmul.cpu_matmul_precision() == expected
-    sentence = cpu_matmul.describe_cpu_matmul()
-    assert (sentence is None) == (expected == "native")
-    if sentence is not None:
-        assert ("no bf16 instructions" in sentence) == (value is None)
 
 
 def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ call the operators listed here. Nothing is replaced on CPUs that have the instru
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,20 +48,6 @@ def computes_in_fp32() -> bool:
     if choice not in (None, "fp32", "native"):
         raise UserError(f"{VARIABLE}: found {choice!r}; expected fp32 or native, or no such variable")
     return choice == "fp32" if choice is not None else torch.bfloat16 in _types_without_instructions()
-
-
-def describe_cpu_matmul() -> str | None:
-    """Describe the precision of bf16 matrix multiplications, for the start screen; None for PyTorch's kernels."""
-    if not computes_in_fp32():
-        return None
-    if os.environ.get(VARIABLE) == "fp32":
-        return f"bf16 matrix multiplications are computed in fp32 ({VARIABLE}=fp32)"
-    return "This CPU has no bf16 instructions: bf16 matrix multiplications are computed in fp32"
-
-
-def cpu_matmul_precision() -> Literal["fp32", "native"]:
-    """Precision of bf16 matrix multiplications on this CPU, for environment.json."""
-    return "fp32" if computes_in_fp32() else "native"
 
 
 def use_fast_cpu_matmul() -> None:

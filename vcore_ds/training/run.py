@@ -20,7 +20,7 @@ from vcore_ds.data.cache import check_source
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.cpu_matmul import describe_cpu_matmul
+from vcore_ds.distributed.cpu_matmul import computes_in_fp32
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first, run_on_first_rank
 from vcore_ds.distributed.signals import stop_signals
@@ -239,8 +239,8 @@ def describe_start(
     if layout.is_first():
         lines = [f"{f'{title}:' if title else '':13} {text}" for title, text in list_facts(recipe, opened, parameters)]
         lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
-        if not on_gpu and (sentence := describe_cpu_matmul()) is not None:
-            lines.append(sentence)
+        if not on_gpu and computes_in_fp32():
+            lines.append("bf16 matrix multiplications are computed in fp32, as on CPUs without bf16 instructions")
         description = "\n".join([*lines, ""])
         console.say(description)
         console.note(description)

@@ -155,10 +155,11 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     """Describe command, versions, commit and devices, as needed to repeat a run."""
     import torch  # takes seconds, and `vcore-ds check` only checks the folder
 
-    from vcore_ds.distributed.cpu_matmul import cpu_matmul_precision
+    from vcore_ds.distributed.cpu_matmul import computes_in_fp32
 
     # Like `distributed.device.uses_gpu`, but without its error.
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
+    precision = "fp32" if computes_in_fp32() else "native"
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -166,7 +167,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
-        "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": cpu_matmul_precision()},
+        "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": precision},
         "world_size": world_size,
     }
 

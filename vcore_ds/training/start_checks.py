@@ -5,7 +5,6 @@ or draw dropout from the process's generator. Each would train on wrong losses w
 reveals it. So four forwards of short sequences compare losses that must be equal, on every rank, in training mode.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -63,7 +62,6 @@ def check_start(engine: Engine, feed: Feed) -> None:
     """Compare losses of two short sequences before the first step; random generators do not change. A collective.
     Raises UserError on all ranks alike, if losses that must be equal differ, or the architecture's code fails."""
     mark("checking losses")
-    started = time.perf_counter()
     devices = [engine.device] if engine.device.type == "cuda" else []
     model_type = engine.module.base.config.model_type
     with torch.no_grad(), torch.random.fork_rng(devices), refuse_failing_code(model_type):
@@ -80,10 +78,7 @@ def check_start(engine: Engine, feed: Feed) -> None:
                 f"losses of a token differ by {wrong[0]:.2g} nats in the mean, expected at most {tolerance:g})"
             )
     largest = max(max(differences) for differences in by_rank)
-    console.note(
-        f"Checks of the model's losses: {len(comparisons)} passed, largest mean difference {largest:.1g} nats, in "
-        f"{time.perf_counter() - started:.1f} s"
-    )
+    console.note(f"Checks of the model's losses: {len(comparisons)} passed, largest mean difference {largest:.1g} nats")
 
 
 def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
@@ -222,7 +217,6 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
     if not isinstance(estimator, ForwardMode):
         return
     mark("checking derivatives")
-    started = time.perf_counter()
     try:
         batch = collate([take_ending(engine, feed, 0, NUM_DERIVATIVE_TOKENS)], feed.pad_token_id)
         expected, measured = differentiate_along_gradient(engine, estimator, batch)
@@ -244,10 +238,7 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
             f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it"
             f"{suggest_alternative_to_jvp(engine.module.base.config)}"
         )
-    console.note(
-        f"Check of the utilities: forward and reverse mode differ by {difference:.1g} of the derivative, in "
-        f"{time.perf_counter() - started:.1f} s"
-    )
+    console.note(f"Check of the utilities: forward and reverse mode differ by {difference:.1g} of the derivative")
 
 
 def differentiate_along_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> tuple[float, float]:
@@ -278,7 +269,6 @@ def check_approximation(
     if direction is None or (direction.rank is None and not direction.fp8_tangents):
         return
     mark("checking approximate utilities")
-    started = time.perf_counter()
     batches = feed.step(0)
     exact = Direction(engine, rank_passes=direction.rank_passes)
     take_direction(exact, method, probe, batches.probe)
@@ -299,7 +289,7 @@ def check_approximation(
         f"{' and '.join(what)}; these utilities and exact ones correlate with {correlation:.4f} (Spearman, mean over "
         f"{len(known)} sequences)"
     )
-    console.note(f"Approximation: {agreement}, checked in {time.perf_counter() - started:.1f} s")
+    console.note(f"Approximation: {agreement}")
     if correlation < LEAST_RANK_CORRELATION:
         console.warn(f"{agreement}, expected at least {LEAST_RANK_CORRELATION}. Set {' or '.join(remedies)}")
     else:
