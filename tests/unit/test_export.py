@@ -172,8 +172,6 @@ def test_merged_weights_are_the_base_plus_the_scaled_product_rounded_once(base, 
         assert bool(((merged[name].double() - value).abs() <= nearest + 1e-8).all()), name
 
 
-
-
 def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):
     export_run(lora_run, output=lora_run / "adapter")
     from_checkpoint = load_tensors(export_run(lora_run, merge=True))
