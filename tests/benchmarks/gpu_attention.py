@@ -55,7 +55,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
     if is_compiled and place.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
         from vcore_ds.models.flash_tangent import flash_tangent
 
-        options = dict(cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=scale)
+        options = dict(cu_seqlens=layout.cu_seqlens, scale=scale)
         implementations["with tangents, kernel"] = lambda: flash_tangent(*primals, tangents, **options)
     for name, work in implementations.items():
         try:

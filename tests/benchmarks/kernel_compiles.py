@@ -1,11 +1,11 @@
-"""Registers and spills of the attention kernel with tangents, compiled for GPUs that this machine lacks.
+"""Registers and spills of the attention kernel with tangents, compiled for GPUs that this machine lacks, as JSON.
 
-    python -m tests.benchmarks.kernel_compiles [--gpu "RTX PRO 6000" A100] [--head-dim 256] [--first] [--tile 64,32,4,2]
+    python -m tests.benchmarks.kernel_compiles [--gpu "RTX PRO 6000" A100] [--head-dim 256] [--tile 64,32,4,2]
 
-Triton compiles ahead of time and includes NVIDIA's assembler and disassembler. For every tile that a run may choose, in
-bf16 with all tangents, for value and tangent and for the tangent of a given value: registers of a thread, spilled
-bytes, shared memory, columns of tensor memory, whether the GPU has that much, and whether the assembler serializes
-matrix multiplications; and of the loop over keys all instructions, those of the tensor cores, how much of their work is
+Triton compiles ahead of time and includes NVIDIA's assembler and disassembler. For the tiles of every GPU, in bf16 with
+all tangents, for value and tangent and for the tangent of a given value: registers of a thread, spilled bytes, shared
+memory, columns of tensor memory, whether the GPU has that much, and whether the assembler serializes matrix
+multiplications; and of the loop over keys all instructions, those of the tensor cores, how much of their work is
 needed, and the waits for them. Nothing is launched, so there are no times. `--tile` compiles another tile.
 
 Triton decides once per process whether there is a GPU, so tests run this file as a command.
@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
 
 from vcore_ds.models import pointwise_kernels
-from vcore_ds.models.flash_tangent import (
-    TENSOR_MEMORY_COLUMNS,
-    TILE_KEYS,
-    TILES,
-    BlockMemory,
-    flash_tangent,
-    half_precision_tiles,
-    make_kernel_arguments,
-)
+from vcore_ds.models.flash_tangent import TILE_KEYS, choose_tiles, flash_tangent, make_kernel_arguments
 from vcore_ds.models.flash_tangent_kernel import attend
 
 CARDS = {
@@ -58,10 +50,11 @@ CARDS = {
 specifications per compute capability)."""
 
 
-def block_memory(card: str) -> BlockMemory:
-    """What `BlockMemory.read` reads from the card."""
-    capability, shared_kib = CARDS[card]
-    return BlockMemory(shared_kib * 1024, has_tensor_memory=capability // 10 == 10)
+TENSOR_MEMORY_COLUMNS = 512
+
+
+def has_tensor_memory(card: str) -> bool:
+    return CARDS[card][0] // 10 == 10
 
 
 HEADS, KV_HEADS, NUM_TOKENS = 8, 2, 4096
@@ -122,7 +115,7 @@ def compile_tile(
     card: str, head_dim: int, tile: Sequence[int], *, value_is_given: bool, windowed_with_sinks: bool = False
 ) -> Compiled:
     """Compile the kernel in bf16 with all tangents."""
-    NoDevice.capability, memory = CARDS[card][0], block_memory(card)
+    NoDevice.capability, shared_kib = CARDS[card]
 
     def empty(heads: int) -> torch.Tensor:  # memory layout as of a model's projections
         return torch.empty(1, NUM_TOKENS, heads, head_dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -134,7 +127,6 @@ def compile_tile(
         (query, key, key),
         (query, query, torch.empty(1, HEADS, NUM_TOKENS)),
         cu_seqlens=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
-        is_long=True,
         scale=0.1,
         sliding_window=SLIDING_WINDOW if windowed_with_sinks else None,
         sinks=(sinks, sinks) if windowed_with_sinks else None,
@@ -158,7 +150,7 @@ def compile_tile(
         spilled_bytes=int(spilled[1]) + int(spilled[2]),
         shared_bytes=shared_bytes,
         tensor_memory_columns=columns,
-        fits=shared_bytes <= memory.shared_bytes and columns <= TENSOR_MEMORY_COLUMNS * memory.has_tensor_memory,
+        fits=shared_bytes <= 1024 * shared_kib and columns <= TENSOR_MEMORY_COLUMNS * has_tensor_memory(card),
         is_serialized="serialized" in log.getvalue(),
         products=", ".join(f"{number} {name}" for name, number in sorted(products.items())),
         repeated=products["HMMA"] * HMMA_PRODUCTS * tile[2] / needed if set(products) == {"HMMA"} else None,
@@ -215,7 +207,7 @@ def count_compiles(head_dim: int) -> int:
         num_tokens = sum(lengths[0])
         query = torch.empty(len(lengths), num_tokens, HEADS, head_dim, dtype=torch.bfloat16).transpose(1, 2)
         ends = torch.tensor([0, *(n for pack in lengths for n in pack)]).cumsum(0, dtype=torch.int32)
-        options = dict(cu_seqlens=ends, max_seqlen=max(lengths[0]), scale=0.1, tiles=TILES[128][0])
+        options = dict(cu_seqlens=ends, scale=0.1, tile=(128, 32, 8, 3))
         flash_tangent(query, query, query, (query, query, query), **options)
     triton.knobs.runtime.jit_cache_hook = None
     return len(keys)
@@ -252,49 +244,38 @@ def compile_pointwise(card: str) -> dict[str, tuple[int, int]]:
 def compile_tiles(options: argparse.Namespace) -> Iterator[Compiled]:
     """Compile the tiles that the command line asks for, one by one: together they take minutes."""
     for i, gpu in enumerate(options.gpu):
+        tiles = choose_tiles(1024 * CARDS[gpu][1], has_tensor_memory(gpu))
+        assert tiles is not None
         for j, head_dim in enumerate(options.head_dim):
-            dim = triton.next_power_of_2(head_dim)
             for is_given in ((i + j) % 2 == 1,) if options.quick else (False, True):
-                chosen = half_precision_tiles(dim, is_given, block_memory(gpu))
-                tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
-                compile_one = partial(compile_tile, gpu, head_dim, value_is_given=is_given)
-                if not (options.quick and is_given):
-                    yield from map(compile_one, tiles[: 1 if options.first else None])
-                if not options.quick or is_given:
-                    yield compile_one(tiles[0], windowed_with_sinks=True)
+                tile = options.tile or tiles[triton.next_power_of_2(head_dim)][is_given]
+                for windowed_with_sinks in (is_given,) if options.quick else (False, True):
+                    yield compile_tile(
+                        gpu, head_dim, tile, value_is_given=is_given, windowed_with_sinks=windowed_with_sinks
+                    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256], help="dimensions of a head")
     parser.add_argument("--gpu", nargs="+", choices=list(CARDS), default=list(CARDS))
-    parser.add_argument("--tile", action="append", help="queries,keys,warps,stages instead of those a run may choose")
-    parser.add_argument("--first", action="store_true", help="the first tile of each head dimension alone")
+    parser.add_argument(
+        "--tile", type=lambda words: tuple(map(int, words.split(","))), help="queries,keys,warps,stages instead"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
         help="one kernel for each GPU and head dimension, in turn: with all tangents, or the tangent alone with window "
         "and sinks",
     )
-    parser.add_argument("--json", action="store_true", help="lists instead of a table")
     options = parser.parse_args()
     driver.set_active(NoDevice())
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
-    if options.json:
-        compiled = [asdict(one) for one in compile_tiles(options)]
-        pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
-        num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
-        print(json.dumps(dict(tiles=compiled, num_compiles=num_compiles, pointwise=pointwise)))
-        return
-    names = [field.name for field in fields(Compiled)]
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for one in compile_tiles(options):
-        print(f"| {' | '.join(map(str, asdict(one).values()))} |", flush=True)
+    compiled = [asdict(one) for one in compile_tiles(options)]
     pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
     num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
-    print("\nPointwise kernels, registers and spilled bytes:", pointwise)
-    print("\nKernels compiled for one tile and 22 kinds of batches, by head dimension:", num_compiles)
+    print(json.dumps(dict(tiles=compiled, num_compiles=num_compiles, pointwise=pointwise)))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ class Pass:
     """Tensor-parallel size, in megatron-core's parallel layers."""
     rank: int | None = None
     """Rank of the direction's factors."""
-    kernel_norm: bool = False
-    """Whether the parallel layers' norms are a kernel, like those of TransformerEngine."""
 
     def make_model(self, **sizes: int) -> torch.nn.Module:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -52,8 +50,7 @@ class Pass:
             from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
             plain = tiny.qwen3(tied=self.tied, dtype=dtype, **sizes)
-            norm_class = megatron.KernelNorm if self.kernel_norm else None
-            return megatron.make_parallel_model(plain, checkpointing=self.checkpointing, norm_class=norm_class)
+            return megatron.make_parallel_model(plain, checkpointing=self.checkpointing)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
         return tiny.token_loss_model(moe_kind=self.moe_kind, **options, **sizes)
 

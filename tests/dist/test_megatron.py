@@ -68,7 +68,7 @@ CASES = {
     "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=make_sections(**SEPARATE)
     ),
-    "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=make_sections()),
+    "jvp, checkpointed": Case(checkpointing=True, sections=make_sections()),
 }
 FOUR_RANK_CASE = Case(
     tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=make_sections()
@@ -78,7 +78,7 @@ PASSES = {
     "full, tied, checkpointed, packed": Pass(tied=True, checkpointing=True, packed=True, tensor=2),
     "bf16, checkpointed": Pass(precision="bf16", checkpointing=True, tensor=2),
 }
-MEASURED_PASS = Pass(checkpointing=True, kernel_norm=True, precision="bf16", tensor=2)
+MEASURED_PASS = Pass(checkpointing=True, precision="bf16", tensor=2)
 """Pass whose memory is measured; its sizes below make a rank's shard of a layer as large as in `test_fused`."""
 MEMORY_CASE = ("bf16", False, True)  # precision, adapters, activation checkpoints
 SIZES = dict(

@@ -38,8 +38,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 480
 SECONDS_TO_END = 8
 """Kept for stopping parts and for the summary."""
-NOTES = 60
-"""Lines of a part's log in the summary."""
 REHEARSAL_VARIABLE = "VCORE_DS_GPU_REHEARSAL"
 
 
@@ -172,11 +170,10 @@ NOTED = re.compile(
 
 def _choose_notes(run: Run) -> list[str]:
     """Lines for the summary: results and errors, else the log's end."""
-    lines = [line.strip()[:220] for line in run.log.read_text(errors="replace").splitlines() if line.strip()]
-    notes = [line for line in lines if NOTED.match(line)]
     if run.state == "passed":
-        return notes[-NOTES:] if run.part.is_quoted else []
-    return notes[-14:] or lines[-4:]
+        return []
+    lines = [line.strip()[:220] for line in run.log.read_text(errors="replace").splitlines() if line.strip()]
+    return [line for line in lines if NOTED.match(line)][-14:] or lines[-4:]
 
 
 def kill_with_children(*processes: subprocess.Popen[bytes]) -> None:

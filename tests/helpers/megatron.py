@@ -1,8 +1,6 @@
 """Tiny models in megatron-core's parallel layers, and weights assembled from the ranks of a tensor group."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -15,28 +13,18 @@ from tests.helpers.step_cases import CASES
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
-from vcore_ds.models.megatron import decoder as norms
-from vcore_ds.models.megatron.decoder import DualTensorNorm, RMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.megatron.weight_slices import copy_to_weight, weight_slices
 from vcore_ds.utility.estimators import perturb_parameters
 
 
 def make_parallel_model(
-    plain: PreTrainedModel,
-    *,
-    checkpointing: bool = False,
-    activation_offload: bool = False,
-    norm_class: type[nn.Module] | None = None,
+    plain: PreTrainedModel, *, checkpointing: bool = False, activation_offload: bool = False
 ) -> ParallelTokenLossModel:
-    """This rank's part of a Hugging Face model in parallel layers.
-
-    `norm_class`: class of all norms; by default the one chosen for this machine.
-    """
+    """This rank's part of a Hugging Face model in parallel layers."""
     config = type(plain.config)(**plain.config.to_dict())
     options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
-    with patch.object(norms, "find_norm_class", lambda: norm_class) if norm_class else nullcontext():
-        model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
+    model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
     place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
     weights = plain.state_dict()
     with torch.no_grad():
@@ -46,35 +34,6 @@ def make_parallel_model(
             parameter[piece.num_rows :].zero_()  # padding rows of the vocabulary
     model.train()
     return model
-
-
-class _NormKernel(torch.autograd.Function):
-    """RMSNorm like TransformerEngine's: without a forward-mode rule, and with a weight that the backward reads from the
-    module again instead of saving it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, module: nn.Module, registered: Tensor) -> Tensor:
-        ctx.module = module
-        inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + module.eps)
-        ctx.save_for_backward(x, inverse)
-        return (x.float() * inverse * module.weight.float()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        x, inverse = ctx.saved_tensors
-        normalized, d_y = x.float() * inverse, gradient.float()
-        d_normalized = d_y * ctx.module.weight.float()
-        d_x = inverse * (d_normalized - normalized * (d_normalized * normalized).mean(-1, keepdim=True))
-        return d_x.to(x.dtype), None, (d_y * normalized).flatten(0, -2).sum(0).to(x.dtype)
-
-
-class _PlainKernelNorm(RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return _NormKernel.apply(x, self, self._parameters["weight"])
-
-
-class KernelNorm(DualTensorNorm, _PlainKernelNorm):
-    """Stands in for `TransformerEngineNorm`; in fp32 equal to it up to the last few bits."""
 
 
 def assemble(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

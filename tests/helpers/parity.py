@@ -45,8 +45,6 @@ class Case:
     """Tensor-parallel size, in megatron-core's parallel layers."""
     expert: int = 1
     """Expert-parallel size; above 1, experts have no adapters."""
-    kernel_norm: bool = False
-    """Whether parallel layers have the norms of a kernel like TransformerEngine's."""
     moe_kind: str | None = None
     """Kind of an MoE model, see `tiny.moe_model`; None for a Qwen3."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -86,8 +84,7 @@ def run_case(case: Case) -> dict[str, float]:
     if case.tensor > 1:
         from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
-        norm_class = megatron.KernelNorm if case.kernel_norm else None
-        model = megatron.make_parallel_model(plain, checkpointing=case.checkpointing, norm_class=norm_class)
+        model = megatron.make_parallel_model(plain, checkpointing=case.checkpointing)
     else:
         model = tiny.token_loss_model(
             lora=case.lora,

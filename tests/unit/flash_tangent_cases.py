@@ -8,10 +8,6 @@ written beyond its edge would change.
 import itertools
 import math
 import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,21 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
-from vcore_ds.distributed.device import use_local_compile_caches
-from vcore_ds.models import flash_tangent as kernels
 from vcore_ds.models.attention import SequenceLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
-from vcore_ds.models.flash_tangent import (
-    TILE_KEYS,
-    TILES,
-    BlockMemory,
-    _select_tiles,
-    flash_tangent,
-    half_precision_tiles,
-    launch,
-)
+from vcore_ds.models.flash_tangent import flash_tangent, launch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
 
@@ -120,7 +105,7 @@ def make_cu_seqlens(lengths) -> Tensor:
 
 
 def check(
-    lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tiles=None, sinks=None
+    lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tile=None, sinks=None
 ) -> list[float]:
     """Check value, tangent and log-sum-exp, and the tangent alone given the exact value as another kernel rounds it.
 
@@ -129,7 +114,7 @@ def check(
     num_tokens = sum(lengths[0])
     primals, tangents = draw_inputs(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
-    options = dict(cu_seqlens=make_cu_seqlens(lengths), max_seqlen=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
+    options = dict(cu_seqlens=make_cu_seqlens(lengths), scale=SCALE, tile=tile, sinks=sinks)
     computed = flash_tangent(*primals, tangents, **options)
     exact, _ = compute_expected(primals, tangents, lengths, None, sinks)
     assert (computed[1] is None) == (not moving and (sinks is None or sinks[1] is None))
@@ -149,18 +134,18 @@ def check(
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_errors_are_within_the_tolerance_of_the_dtype(dtype: torch.dtype) -> None:
-    errors = check([[40, 23]], 2, 1, 64, dtype, tiles=(64, 32))
+    errors = check([[40, 23]], 2, 1, 64, dtype, tile=(64, 32))
     print(f"{dtype}:", ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, errors, strict=True)))
 
 
 @pytest.mark.parametrize("head_dim", [5, 80, 256, *([128, 192] if IS_SOAK else [])])
 def test_any_head_dimension_is_correct(head_dim: int) -> None:
-    check([[19]], 1, 1, head_dim, torch.float32, tiles=(32, 16))
+    check([[19]], 1, 1, head_dim, torch.float32, tile=(32, 16))
 
 
 @pytest.mark.parametrize("moving", ["".join(x) for n in range(3) for x in itertools.combinations("qkv", n)])
 def test_some_inputs_may_have_no_tangent(moving: str) -> None:
-    check([[9, 20]], 1, 1, 16, torch.float32, moving, tiles=(32, 16))
+    check([[9, 20]], 1, 1, 16, torch.float32, moving, tile=(32, 16))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -168,7 +153,7 @@ def test_sinks_and_their_tangents_are_correct(dtype: torch.dtype) -> None:
     sinks, d_sinks = draw_sinks(2)
     cases = (("qkv", d_sinks), ("qkv", None), ("", d_sinks), ("", None))
     for moving, d_moving in cases if dtype == torch.float32 else cases[:1]:
-        errors = check([[20, 13]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving), tiles=(32, 16))
+        errors = check([[20, 13]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving), tile=(32, 16))
         print(f"{dtype}:", ", ".join(f"{error:.1e}" for error in errors))
 
 
@@ -176,7 +161,7 @@ def test_sinks_and_their_tangents_are_correct(dtype: torch.dtype) -> None:
 def test_it_agrees_with_block_attention(with_sinks: bool) -> None:
     primals, tangents = draw_inputs(1, 2, 1, 37, 16)
     options = dict(scale=SCALE, sliding_window=11, sinks=draw_sinks(2) if with_sinks else None)
-    outputs = flash_tangent(*primals, tangents, cu_seqlens=make_cu_seqlens([[37]]), max_seqlen=37, **options)
+    outputs = flash_tangent(*primals, tangents, cu_seqlens=make_cu_seqlens([[37]]), **options)
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
         blocks = block_attention(*primals, tangents, **options)
     torch.testing.assert_close(outputs[:2], blocks, rtol=1e-5, atol=1e-6)
@@ -188,9 +173,7 @@ def test_scores_far_beyond_the_range_of_exp_are_correct(growing: bool) -> None:
     (query, key, value), tangents = draw_inputs(1, 1, 1, 40, 16)
     steps = torch.arange(40.0)[:, None]
     primals = (query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10, value)
-    computed = flash_tangent(
-        *primals, tangents, cu_seqlens=make_cu_seqlens([[40]]), max_seqlen=40, scale=SCALE, tiles=(16, 16)
-    )
+    computed = flash_tangent(*primals, tangents, cu_seqlens=make_cu_seqlens([[40]]), scale=SCALE, tile=(16, 16))
     exact, _ = compute_expected(primals, tangents, [[40]], None)
     assert max(measure_relative_errors(computed, exact)) < 1e-4  # scores of 1e4 in fp32
 
@@ -198,7 +181,7 @@ def test_scores_far_beyond_the_range_of_exp_are_correct(growing: bool) -> None:
 # ---- shapes, sequences, windows and strides, with nothing read or written out of bounds ------------------------------
 
 
-def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles, value_is_given) -> None:
+def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tile, value_is_given) -> None:
     """Check results from tensors embedded in NaN, and that nothing is written around results or to a given value.
 
     layouts: (order, step, margin) of `embed`, for each tensor.
@@ -218,8 +201,8 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
     views = [view for view, _ in inside]
     launch(
         tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
-        cu_seqlens=make_cu_seqlens(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None,
-        value_is_given=value_is_given, tiles=tiles,
+        cu_seqlens=make_cu_seqlens(lengths), scale=SCALE, sliding_window=sliding_window, sinks=None,
+        value_is_given=value_is_given, tile=tile,
     )  # fmt: skip
     assert max(measure_relative_errors(views[6:], exact, terms)) <= TOLERANCE[dtype]
     for result, (view, buffer), fill in zip(results, inside[6:], fills[6:], strict=True):
@@ -251,7 +234,7 @@ def packed_lengths(draw) -> list[list[int]]:
     head_dim=st.sampled_from([16, 24, 3]),
     dtype=st.sampled_from(list(TOLERANCE)),
     sliding_window=st.none() | st.integers(1, 46),
-    tiles=st.sampled_from([(16, 16), (32, 16), (16, 32)]),
+    tile=st.sampled_from([(16, 16), (32, 16), (16, 32)]),
     moving=st.sampled_from(["qkv", "q", "kv", "v", ""]),
     layouts=st.lists(
         st.tuples(st.permutations(range(4)), st.integers(1, 2), st.integers(1, 3)), min_size=9, max_size=9
@@ -261,17 +244,17 @@ def packed_lengths(draw) -> list[list[int]]:
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_and_strides_are_correct_and_stay_within_bounds(
-    lengths, kv_heads, group, head_dim, dtype, sliding_window, tiles, moving, layouts, max_value_dim, is_given, seed
+    lengths, kv_heads, group, head_dim, dtype, sliding_window, tile, moving, layouts, max_value_dim, is_given, seed
 ) -> None:
     primals, tangents = draw_inputs(len(lengths), kv_heads * group, kv_heads, sum(lengths[0]), head_dim, dtype, seed)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
     with patch("vcore_ds.models.flash_tangent.MAX_VALUE_DIM", max_value_dim):  # programs share the values of 24
         is_given = is_given and moving != ""
-        check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles, is_given)
+        check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tile, is_given)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "sliding_window", "value_is_given"),
+    ("tile", "sliding_window", "value_is_given"),
     [((16, 16), None, True), ((16, 16), 16, False), ((32, 16), 33, False), ((16, 32), 7, True),
      *([(*case, is_given) for is_given in (False, True)
         for case in (((16, 16), None), ((16, 16), 1), ((32, 16), 7), ((16, 32), 7), ((16, 32), 20), ((16, 32), 33))]
@@ -279,10 +262,10 @@ def test_any_shape_and_strides_are_correct_and_stay_within_bounds(
     ids=str,
 )  # fmt: skip
 def test_windows_over_many_blocks_are_correct(
-    tiles: tuple[int, int], sliding_window: int | None, value_is_given: bool
+    tile: tuple[int, int], sliding_window: int | None, value_is_given: bool
 ) -> None:
     lengths, layouts = [[75, 5]], [((0, 1, 2, 3), 1, 1)] * 9
-    check_within_bounds(*draw_inputs(1, 1, 1, 80, 24), layouts, lengths, sliding_window, tiles, value_is_given)
+    check_within_bounds(*draw_inputs(1, 1, 1, 80, 24), layouts, lengths, sliding_window, tile, value_is_given)
 
 
 def test_a_sequence_sees_no_other() -> None:
@@ -290,7 +273,7 @@ def test_a_sequence_sees_no_other() -> None:
     poisoned = [[x.clone() for x in tensors] for tensors in primals_and_tangents]
     for tensor in (*poisoned[0], *poisoned[1]):
         tensor[:, :, :13] = tensor[:, :, 33:] = math.nan
-    options = dict(cu_seqlens=make_cu_seqlens(lengths), max_seqlen=20, scale=SCALE, tiles=(16, 16))
+    options = dict(cu_seqlens=make_cu_seqlens(lengths), scale=SCALE, tile=(16, 16))
     clean = flash_tangent(*primals_and_tangents[0], primals_and_tangents[1], **options)
     from_poisoned = flash_tangent(*poisoned[0], tuple(poisoned[1]), **options)
     for x, y in zip(from_poisoned, clean, strict=True):
@@ -300,7 +283,7 @@ def test_a_sequence_sees_no_other() -> None:
 def test_tokens_beyond_the_last_end_are_left_alone() -> None:
     primals, tangents = draw_inputs(1, 2, 1, 40, 16)
     results = tuple(torch.full(shape, UNTOUCHED) for shape in ((1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 40)))
-    options = dict(is_long=False, scale=SCALE, sliding_window=None, sinks=None, value_is_given=False, tiles=(16, 16))
+    options = dict(scale=SCALE, sliding_window=None, sinks=None, value_is_given=False, tile=(16, 16))
     launch(primals, tangents, results, cu_seqlens=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
     for result in results:
         assert (result[:, :, 23:] == UNTOUCHED).all() and (result[:, :, :23] != UNTOUCHED).all()
@@ -308,7 +291,7 @@ def test_tokens_beyond_the_last_end_are_left_alone() -> None:
 
 def test_more_sequences_than_one_search_step_are_correct() -> None:
     # Empty sequences cost the interpreter nothing but the search.
-    check([[1] + [0] * 129 + [2, 3]], 1, 1, 16, torch.float32, moving="q", tiles=(16, 16))
+    check([[1] + [0] * 129 + [2, 3]], 1, 1, 16, torch.float32, moving="q", tile=(16, 16))
 
 
 # ---- called through the attention interface --------------------------------------------------------------------------
@@ -322,72 +305,7 @@ def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: tor
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
         output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, sequence_layout=layout)
         value_and_tangent = forward_ad.unpack_dual(output)
-    kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, max_seqlen=20, scale=SCALE)
+    kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, scale=SCALE)
     for x, y in zip(value_and_tangent, kernel[:2], strict=True):
         assert torch.equal(x.transpose(1, 2), y) == (dtype == torch.bfloat16)
         torch.testing.assert_close(x.transpose(1, 2), y, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("shared_kib", [227, 163, 99])
-def test_deterministic_runs_take_the_first_tile_of_the_card(shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_flash_tangent.py` compiles these first tiles, and finds that they fit."""
-    memory = BlockMemory(shared_kib * 1024, has_tensor_memory=False)
-    monkeypatch.setattr(BlockMemory, "read", lambda device: memory)
-    for dim in (64, 128, 256):
-        for is_given in (False, True):
-            options = [], {"query": torch.zeros(1, dtype=torch.bfloat16)}
-            candidates = _select_tiles(*options, DIM=dim, VALUE_IS_GIVEN=is_given)
-            torch.use_deterministic_algorithms(True)
-            try:
-                (chosen,) = _select_tiles(*options, DIM=dim, VALUE_IS_GIVEN=is_given)
-            finally:
-                torch.use_deterministic_algorithms(False)
-            assert len(candidates) > 1 and chosen.all_kwargs() == candidates[0].all_kwargs()
-            tile = half_precision_tiles(dim, is_given, memory)[0]
-            assert tuple(chosen.all_kwargs()[key] for key in TILE_KEYS) == tile
-
-
-# ---- one tile on all ranks -----------------------------------------------------------------------------------------
-
-
-def choose_tiles(folder: Path, fastest: int) -> dict[str, Any]:
-    """A rank's tiles where its timing favours candidate `fastest + rank`; only rank 1 launches a second kind."""
-    rank = torch.distributed.get_rank()
-    tempfile.tempdir = str(folder)
-    timed: list[int] = []
-
-    def timing(call: Callable[[], None], quantiles: object) -> list[float]:
-        call()
-        timed.append(len(timed))
-        return [0.0 if timed[-1] % 4 == fastest + rank else 1.0]
-
-    primals, tangents = draw_inputs(1, 1, 1, 16, 16, torch.float16)
-    kernels._tuned._do_bench, kernels.INTERPRETER_TILES = timing, None  # there is no GPU whose clock could time
-    options = dict(cu_seqlens=make_cu_seqlens([[16]]), max_seqlen=16, scale=SCALE)
-    flash_tangent(*primals, tangents, **options)
-    if rank == 1:
-        flash_tangent(*primals, tangents, **options, sliding_window=4)
-    torch.distributed.barrier()
-    with patch.dict(os.environ, {"LOCAL_RANK": str(rank)}):
-        os.environ.pop("TRITON_CACHE_DIR", None)
-        use_local_compile_caches()
-        cache = os.environ["TRITON_CACHE_DIR"]
-    return {"tiles": list(kernels._tiles.values()), "num_timed": len(timed), "cache": cache}
-
-
-def test_ranks_use_the_tile_of_the_first_and_keep_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first, second = run_ranks(choose_tiles, 2, tmp_path, 0, start="fork")
-    assert first["tiles"] == second["tiles"][:1]
-    # By its timing each rank would choose another tile; rank 1 does so for the kind that only it launches.
-    (shared,), (_, second_kind) = first["tiles"], second["tiles"]
-    names = dict.fromkeys(TILE_KEYS)
-    candidates = [names | dict(zip(TILE_KEYS, tile, strict=True)) | {"num_ctas": 1} for tile in TILES[64]]
-    assert shared in candidates[:2] and second_kind == candidates[1]
-    assert sorted([first["num_timed"], second["num_timed"]]) in ([4, 4], [0, 8])
-    assert capfd.readouterr().out.count("Forward-mode attention: timed 4 tiles for heads of 16 in") == 2
-    caches = [tmp_path / f"vcore_ds_{os.getuid()}" / "triton" / f"rank_{rank}" for rank in (0, 1)]
-    assert [first["cache"], second["cache"]] == list(map(str, caches))
-    # At the next start timing would favour other tiles; the kept ones are used without timing.
-    again = run_ranks(choose_tiles, 2, tmp_path, 2, start="fork")
-    assert [rank["tiles"] for rank in again] == [first["tiles"], second["tiles"]]
-    assert [rank["num_timed"] for rank in again] == [0, 0]

@@ -13,8 +13,8 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 MODULES = {"pyyaml": "yaml", "megatron-core": "megatron"}
 """Distribution -> the module that it brings, where the name differs in more than a dash."""
-IF_INSTALLED = {"triton", "transformer_engine"}
-"""Come with PyTorch for GPUs, or are installed for a machine; the code does without."""
+IF_INSTALLED = {"triton"}
+"""Come with PyTorch for GPUs; the code does without."""
 IMPORTED_BY_OTHERS = {"gguf", "antlr4_python3_runtime"}
 """transformers imports the first to read the quickstart's model, math-verify the second."""
 TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-pyyaml", "setuptools"}

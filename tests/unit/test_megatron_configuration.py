@@ -1,15 +1,19 @@
-"""megatron-core's configuration of Hugging Face models, the refusals of models without one, and the slices of weights
-that each rank holds."""
+"""megatron-core's configuration of Hugging Face models, the refusals of models without one, the slices of weights that
+each rank holds, and norms."""
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.helpers import tiny
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.megatron.decoder import sliding_window
+from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.megatron.model import transformer_config
+from vcore_ds.models.megatron.parallel_layers import RMSNorm, sliding_window
 from vcore_ds.models.megatron.weight_slices import copy_to_weight, iter_runs, padded_vocabulary, weight_slices
+from vcore_ds.models.pointwise import rms_norm
 
 SIZES = dict(
     hidden_size=32,
@@ -47,44 +51,21 @@ def test_dense_architectures_are_configured(config, has_head_norms, has_bias, he
     assert made.layernorm_epsilon == config.rms_norm_eps
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("config", "tensor", "message"),
+    ("config", "found"),
     [
-        (Qwen3MoeConfig(**SIZES, num_experts=8), 2, r"\(qwen3_moe\), an MoE model; expected a dense one"),
-        (
-            Qwen3Config(**SIZES, hidden_act="gelu"),
-            2,
-            "with hidden_act gelu; expected silu",
-        ),
-        (LlamaConfig(**SIZES, attention_bias=True), 2, "with attention_bias True; expected False"),
-        (
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            2,
-            "rotary positions of type dynamic; expected default, linear, llama3, yarn",
-        ),
-        (
-            Qwen3Config(**SIZES),
-            4,
-            "found 4 together with model.path m, which has 2 key/value heads; expected a divisor",
-        ),
-        (Qwen3Config(**{**SIZES, "intermediate_size": 65}), 2, "an intermediate size of 65; expected a divisor"),
-        (
-            Qwen3Config(**{**SIZES, "vocab_size": 9, "num_attention_heads": 8, "num_key_value_heads": 8}),
-            8,
-            "a vocabulary of 9; expected fewer ranks",
-        ),
+        (Qwen3MoeConfig(**SIZES, num_experts=8), "qwen3_moe"),
+        (Qwen3Config(**SIZES, hidden_act="gelu"), "hidden_act gelu"),
+        (LlamaConfig(**SIZES, attention_bias=True), "attention_bias True"),
+        (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), "rope_type dynamic"),
     ],
-    ids=["experts", "activation", "bias", "rotary", "heads", "mlp", "vocabulary"],
+    ids=["architecture", "activation", "bias", "rotary"],
 )
-def test_other_models_are_refused(config, tensor, message):
-    with pytest.raises(UserError, match=message):
-        transformer_config("m", config, tensor=tensor, dtype=torch.float32)
-
-
-def test_an_unknown_architecture_is_refused():
-    config = LlamaConfig(**SIZES)
-    config.model_type = "olmo2"
-    with pytest.raises(UserError, match=r"\(olmo2\); expected one of llama, mistral, qwen2, qwen3, or huggingface"):
+def test_other_models_are_refused(config, found):
+    with pytest.raises(UserError, match=f"model.provider: found megatron .*{found}.*; expected .*or huggingface"):
         transformer_config("m", config, tensor=2, dtype=torch.float32)
 
 
@@ -155,3 +136,45 @@ def test_runs_of_shards_are_the_flattened_parameter(model, rank, num_shards):
         joined = torch.cat(shards)
         assert torch.equal(joined[: len(expected)], expected), name
         assert not joined[len(expected) :].any()
+
+
+def draw_tensors(scale: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, its tangent, the weight, its tangent."""
+    random = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=random) for shape in [(3, 5, 24)] * 2 + [(24,)] * 2]
+    return [x.to(dtype) for x in (drawn[0] * scale, *drawn[1:])]
+
+
+def make_norm(weight: torch.Tensor) -> RMSNorm:
+    config = transformer_config("m", LlamaConfig(**SIZES), tensor=1, dtype=weight.dtype)
+    module = RMSNorm(len(weight), config)
+    module.weight.data.copy_(weight)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])  # eps matters for the smallest
+def test_values_and_gradients_of_norms_are_those_of_hugging_face_bit_for_bit(dtype: torch.dtype, scale: float) -> None:
+    x, upstream, weight, _ = draw_tensors(scale, dtype)
+    results = []
+    ours = make_norm(weight)
+    theirs = LlamaRMSNorm(24, eps=ours.eps).to(dtype)
+    theirs.weight.data.copy_(weight)
+    for module in (theirs, ours):
+        leaf = x.clone().requires_grad_()
+        value = module(leaf)
+        results.append((value, *torch.autograd.grad(value, (leaf, module.weight), upstream)))
+    assert all(torch.equal(ours, expected) for ours, expected in zip(*results, strict=True))
+
+
+def test_a_dual_tensor_has_the_plain_norm_and_a_tangent_without_graph() -> None:
+    x, d_x, weight, d_weight = draw_tensors(1.0, torch.float32)
+    module = make_norm(weight)
+    plain = module(x)
+    with forward_ad.dual_level():
+        module.__dict__["weight"] = make_dual(module._parameters["weight"], d_weight)
+        value, tangent = forward_ad.unpack_dual(module(make_dual(x, d_x)))
+        expected = forward_ad.unpack_dual(rms_norm(make_dual(x, d_x), weight, module.eps, d_weight=d_weight)).tangent
+    assert torch.equal(value, plain)
+    assert value.requires_grad and not tangent.requires_grad
+    assert torch.equal(tangent, expected)

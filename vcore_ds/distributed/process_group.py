@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import socket
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +12,6 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from vcore_ds.common.errors import RunFailed, UserError, first_line
@@ -175,23 +173,3 @@ def run_on_first_rank(work: Callable[[], Result]) -> Result | None:
     """Run `work()` on rank 0 while the others wait; they get None. A collective, with the errors of
     `run_first_rank_first`."""
     return run_first_rank_first(lambda: work() if layout.is_first() else None)
-
-
-ANSWER_POLL_SECONDS = 0.05
-
-
-def take_first_answer(question: str, answer: Callable[[], str]) -> str:
-    """Return `answer()` of the first rank that asks `question`; ranks that ask later wait for it and get the same
-    answer, as long as the process group exists. Not a collective: each rank asks when it needs to, or never. `answer`
-    must not wait for other ranks."""
-    if not dist.is_initialized():
-        return answer()
-    store = _get_default_store()
-    if store.add(f"{question}: ranks", 1) == 1:
-        text = answer()
-        store.set(f"{question}: answer", text)
-        return text
-    # Polled, since `store.get` would block all other threads of this rank that use the store.
-    while not store.check([f"{question}: answer"]):
-        time.sleep(ANSWER_POLL_SECONDS)
-    return store.get(f"{question}: answer").decode()

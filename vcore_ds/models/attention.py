@@ -310,7 +310,6 @@ def _run_triton(
         value,
         d_qkv,
         cu_seqlens=layout.cu_seqlens,
-        max_seqlen=layout.max_seqlen,
         scale=scoring.scale,
         sliding_window=scoring.sliding_window,
         sinks=None if sink is None else (sink, d_sink),
@@ -336,16 +335,14 @@ def has_triton() -> bool:
 @functools.cache
 def _has_tiles(device: torch.device) -> bool:
     """Whether the kernel fits the GPU's shared memory; the first rank says once if it does not."""
-    from vcore_ds.models.flash_tangent import BlockMemory, half_precision_tiles  # needs Triton
+    from vcore_ds.models.flash_tangent import find_tiles  # needs Triton
 
-    memory = BlockMemory.read(device)
-    if half_precision_tiles(64, value_is_given=False, memory=memory):
+    if find_tiles(device) is not None:
         return True
     if is_first():
         print(
-            f"Forward-mode attention: {torch.cuda.get_device_name(device)} has {memory.shared_bytes // 1024} KiB of "
-            "shared memory for a block of threads, too little for the Triton kernel; PyTorch computes it in blocks, "
-            "more slowly",
+            f"Forward-mode attention: {torch.cuda.get_device_name(device)} has too little shared memory for the Triton "
+            "kernel; PyTorch computes it in blocks, more slowly",
             flush=True,
         )
     return False

@@ -1,7 +1,8 @@
-"""Helpers for PyTorch's dual tensors that do not keep tangents alive, and for parameters that may be dual."""
+"""Helpers for PyTorch's dual tensors that do not keep tangents alive, linear maps of them, and parameters that may be
+dual."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -21,6 +22,32 @@ def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
 def make_dual_if_any(value: Tensor, tangent: Tensor | None) -> Tensor:
     """Return a dual tensor, or the value if the tangent is None."""
     return value if tangent is None else make_dual(value, tangent)
+
+
+def apply_linear_map(
+    x: Tensor,
+    apply: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
+    adjoint: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Apply a linear map to a tensor that may be dual. `apply` maps value and tangent together (None to None), so that
+    one collective moves both; `adjoint` maps gradients back. Autograd records the value but not the tangent."""
+    return make_dual_if_any(*_LinearMap.apply(*forward_ad.unpack_dual(x), apply, adjoint))
+
+
+class _LinearMap(torch.autograd.Function):
+    """The gradient of an unused result is zeros, not None: other ranks may wait for a collective of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, tangent: Tensor | None, apply: Any, adjoint: Any) -> Any:
+        ctx.adjoint = adjoint
+        results = apply(value, None if tangent is None else tangent.detach())
+        if tangent is not None:
+            ctx.mark_non_differentiable(results[1])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(gradient), None, None, None
 
 
 def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:

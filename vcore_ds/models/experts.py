@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import LowRank, make_dual, make_dual_if_any, unpack_weight
+from vcore_ds.models.dual_tensors import LowRank, apply_linear_map, make_dual, unpack_weight
 
 
 def mark_sharded(experts: nn.Module) -> None:
@@ -63,33 +63,19 @@ def run_at_experts(
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool) -> Tensor:
-    """All-to-all of rows with the given counts per rank. The value is differentiable, its tangent is not recorded."""
+    """All-to-all of rows `[x | dx]` with the given counts per rank."""
     value, tangent = forward_ad.unpack_dual(x)
     if is_dual and tangent is None:
-        tangent = torch.zeros_like(value)
-    return make_dual_if_any(*_Exchange.apply(value, None if tangent is None else tangent.detach(), sent, received))
+        x = make_dual(value, torch.zeros_like(value))
 
+    def send(value: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if tangent is None:
+            return layout.exchange_rows("expert", value, sent, received), None
+        both = layout.exchange_rows("expert", torch.cat([value, tangent], 1), sent, received)
+        value, tangent = (half.contiguous() for half in both.chunk(2, 1))
+        return value, tangent
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows `[x | dx]`, and of gradients of x in the backward, where that of an unused result is zeros,
-    not None: the other ranks wait for it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, d_x: Tensor | None, sent: list[int], received: list[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.numbers = sent, received
-        if d_x is None:
-            return layout.exchange_rows("expert", x, sent, received), None
-        both = layout.exchange_rows("expert", torch.cat([x, d_x], 1), sent, received)
-        y, d_y = (half.contiguous() for half in both.chunk(2, 1))
-        ctx.mark_non_differentiable(d_y)
-        return y, d_y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.numbers
-        return layout.exchange_rows("expert", gradient, received, sent), None, None, None
+    return apply_linear_map(x, send, lambda gradient: layout.exchange_rows("expert", gradient, received, sent))
 
 
 _TOKEN_COUNTS: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()

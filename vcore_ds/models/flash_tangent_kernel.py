@@ -36,7 +36,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
         "log_sum_exp_token_stride",
         "num_sequences",
         "row_tokens",
-        "is_long",
     ]
 )
 def attend(
@@ -68,7 +67,6 @@ def attend(
     group_heads,
     scale,
     sliding_window,
-    is_long,  # only a key of the autotuner
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,

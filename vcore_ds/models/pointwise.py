@@ -191,25 +191,10 @@ def rms_norm(
         return make_dual_if_any(value, _rms_norm_tangent(x, weight, inverse, d_x, d_weight))
 
 
-@torch.no_grad()
-def rms_norm_tangent(
-    x: Tensor, weight: Tensor, eps: float, *, d_x: Tensor | None = None, d_weight: Tensor | None = None
-) -> Tensor | None:
-    """Compute the tangent of `rms_norm`, not differentiable; None without tangents."""
-    if d_x is None and d_weight is None:
-        return None
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    return _rms_norm_tangent(x, weight, _inverse_root_mean_square(exact, eps), d_x, d_weight)
-
-
-def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
-    return exact.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-
-
 def _normalize(x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the value, and `1 / sqrt(mean(x^2) + eps)` `[..., 1]` in the dtype of the computation."""
     exact = x.to(accumulation)
-    inverse = _inverse_root_mean_square(exact, eps)
+    inverse = exact.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
     normalized = exact * inverse if exact is x else exact.mul_(inverse)
     return weight * normalized.to(x.dtype), inverse
 

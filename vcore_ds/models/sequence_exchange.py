@@ -10,13 +10,13 @@ size per process, and treats a pack as one sequence.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vcore_ds.data.batches import to_device
 from vcore_ds.distributed import layout
+from vcore_ds.models.dual_tensors import apply_linear_map
 
 
 def take_local_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
@@ -47,7 +47,7 @@ def tokens_to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[T
         num_heads = tensor.shape[1]
         repeated = tensor.repeat_interleave(math.lcm(num_heads, k) // num_heads, 1)
         parts.append(repeated.unflatten(1, (k, -1)).movedim(1, 0))  # [k, b, h, t, D]
-    received: Tensor = _Exchange.apply(torch.cat(parts, 2), k)  # from each rank, its tokens of this rank's heads
+    received = _exchange(torch.cat(parts, 2), k)  # from each rank, its tokens of this rank's heads
     # [k, b, sum of h, t, D] -> [b, sum of h, T, D]
     return list(received.permute(1, 2, 0, 3, 4).flatten(2, 3).split([part.shape[2] for part in parts], 1))
 
@@ -59,9 +59,19 @@ def heads_to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[T
         return list(tensors)
     num_heads = tensors[0].shape[1]
     sent = torch.cat([tensor.unflatten(2, (k, -1)).movedim(2, 0) for tensor in tensors], 2)  # [k, b, sum of h, t, D]
-    received: Tensor = _Exchange.apply(sent, k)
+    received = _exchange(sent, k)
     # [k, b, h, t, D] of each tensor -> [b, A, t, D]
     return [part.transpose(0, 1).flatten(1, 2) for part in received.split(num_heads, 2)]
+
+
+def _exchange(sent: Tensor, sequence_parallel: int) -> Tensor:
+    """All-to-all, whose backward is an all-to-all too. Every rank of a group must run the backward, even without
+    targets: it carries the gradients of the other ranks' tokens."""
+
+    def send(x: Tensor) -> Tensor:
+        return layout.all_to_all("sequence", x, sequence_parallel)
+
+    return apply_linear_map(sent, lambda value, _: (send(value), None), send)
 
 
 def exchange_with_tangents(
@@ -98,36 +108,14 @@ def gather_losses(losses: Tensor, supervised: Tensor, sequence_parallel: int) ->
     positions = to_device(supervised.flatten().nonzero()[:, 0], losses.device)
     num_rows, num_columns = supervised.shape
     local = losses.new_zeros(num_rows * num_columns // k).index_copy(0, local_positions, losses)
-    gathered: Tensor = _GatherColumns.apply(local.view(num_rows, -1), k)
-    return gathered.flatten().index_select(0, positions)
 
+    def gather(value: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        gathered = [
+            None if x is None else layout.all_gather("sequence", x, k).movedim(0, 1).flatten() for x in (value, tangent)
+        ]
+        return gathered[0], gathered[1]
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all, whose backward is an all-to-all too. Every rank of a group must run the backward, even without
-    targets: it carries the gradients of the other ranks' tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, sequence_parallel: int) -> Tensor:
-        ctx.sequence_parallel = sequence_parallel
-        return layout.all_to_all("sequence", sent, sequence_parallel)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return layout.all_to_all("sequence", gradient, ctx.sequence_parallel), None
-
-
-class _GatherColumns(torch.autograd.Function):
-    """All-gather `[b, t]` to `[b, T]`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, sequence_parallel: int) -> Tensor:
-        ctx.sequence_parallel = sequence_parallel
-        return layout.all_gather("sequence", local, sequence_parallel).movedim(0, 1).flatten(1)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return layout.all_gather("sequence", tangent, ctx.sequence_parallel).movedim(0, 1).flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return take_local_columns(gradient, ctx.sequence_parallel), None
+    gathered = apply_linear_map(
+        local.view(num_rows, -1), gather, lambda gradient: take_local_columns(gradient.view(num_rows, -1), k)
+    )
+    return gathered.index_select(0, positions)

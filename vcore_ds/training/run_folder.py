@@ -39,7 +39,7 @@ from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PACKAGES = ("deepspeed", "transformers", "peft", "megatron-core", "triton", "transformer_engine", "flash-attn-4")
+PACKAGES = ("deepspeed", "transformers", "peft", "megatron-core", "triton")
 """Packages whose versions environment.json records where they are installed."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"

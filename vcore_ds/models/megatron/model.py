@@ -19,9 +19,10 @@ from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
-from vcore_ds.models.megatron.decoder import DecoderLayer, make_norm
 from vcore_ds.models.megatron.parallel_layers import (
     ColumnLinears,
+    DecoderLayer,
+    RMSNorm,
     RowLinear,
     TokenEmbedding,
     TransformerConfig,
@@ -29,7 +30,6 @@ from vcore_ds.models.megatron.parallel_layers import (
 )
 from vcore_ds.models.megatron.weight_slices import head_dim, padded_vocabulary
 from vcore_ds.models.token_loss import PredictionStatistic, VocabularyShard, loss_and_statistic, token_loss
-from vcore_ds.planning.model_shape import is_moe
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with RMSNorm before attention and MLP, rotary positions and a gated MLP."""
@@ -40,10 +40,9 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtype: torch.dtype) -> TransformerConfig:
     """Make megatron-core's configuration of the Hugging Face model `path` with this `config`. `tensor`: tensor-parallel
-    size (`parallel.tensor`); `dtype`: of the parameters. Raises UserError if the architecture is not one of
-    `ARCHITECTURES` as released, or `tensor` does not divide its sizes."""
+    size (`parallel.tensor`), which the batch plan has checked; `dtype`: of the parameters. Raises UserError if the
+    architecture is not one of `ARCHITECTURES` as released."""
     _check_architecture(path, config)
-    _check_sizes(path, config, tensor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that its own defaults are deprecated
         return TransformerConfig(
@@ -73,49 +72,17 @@ def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtyp
 
 def _check_architecture(path: str, config: PretrainedConfig) -> None:
     conflict = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
-    if is_moe(config.to_dict()):
-        raise UserError(
-            f"{conflict}, an MoE model; expected a dense one, or huggingface: routed experts are not sharded over a "
-            "tensor-parallel group"
-        )
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"{conflict}; expected one of {', '.join(ARCHITECTURES)}, or huggingface: tensor parallelism is "
             "implemented for those architectures"
         )
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotary not in ROTARY_TYPES:
-        raise UserError(
-            f"{conflict} with rotary positions of type {rotary}; expected {', '.join(ROTARY_TYPES)}, or huggingface: "
-            "other frequencies depend on the length of the input"
-        )
-    for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        value = getattr(config, key, expected)
-        if value != expected:
-            raise UserError(
-                f"{conflict} with {key} {value}; expected {expected}, as in the released models of these "
-                "architectures, or huggingface"
-            )
-
-
-def _check_sizes(path: str, config: PretrainedConfig, tensor: int) -> None:
-    num_kv_heads, intermediate = config.num_key_value_heads, config.intermediate_size
-    conflict = f"parallel.tensor: found {tensor} together with model.path {path}, which has"
-    if num_kv_heads % tensor:  # the query heads are a multiple of them
-        raise UserError(
-            f"{conflict} {num_kv_heads} key/value heads; expected a divisor of {num_kv_heads}: a rank computes whole "
-            "heads"
-        )
-    if intermediate % tensor:
-        raise UserError(
-            f"{conflict} an intermediate size of {intermediate}; expected a divisor of it: ranks have equal shards of "
-            "the MLP"
-        )
-    rows = padded_vocabulary(config, tensor) // tensor
-    if config.vocab_size <= (tensor - 1) * rows:
-        raise UserError(
-            f"{conflict} a vocabulary of {config.vocab_size}; expected fewer ranks: some would have no token at all"
-        )
+    released = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    checked = {key: (getattr(config, key, value), (value,)) for key, value in released.items()}
+    for key, (found, expected) in {"rope_type": (rotary, ROTARY_TYPES), **checked}.items():
+        if found not in expected:
+            raise UserError(f"{conflict} with {key} {found}; expected {', '.join(map(str, expected))}, or huggingface")
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -184,7 +151,7 @@ class ParallelTokenLossModel(nn.Module):
         self.rotary = _build_rotary(config)
         layers = [DecoderLayer(megatron_config, config, i) for i in range(megatron_config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = make_norm(megatron_config, megatron_config.hidden_size)
+        self.norm = RMSNorm(megatron_config.hidden_size, megatron_config)
         weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
             weight = ColumnLinears(megatron_config, megatron_config.hidden_size, {"head": num_rows}).head
@@ -219,11 +186,6 @@ class ParallelTokenLossModel(nn.Module):
         """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order,
         from the arguments of `TokenLossModel`; t is a multiple of the tensor-parallel size. A collective over the
         tensor axis, whose ranks have the same columns."""
-        if input_ids.shape[1] % layout.size("tensor"):
-            raise UserError(
-                f"parallel.tensor: found {layout.size('tensor')} together with packs of {input_ids.shape[1]} tokens on "
-                "each rank; expected a divisor of them"
-            )
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.embed_tokens(input_ids)
             angles = self.rotary(hidden, position_ids)

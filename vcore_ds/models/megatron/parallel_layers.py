@@ -1,32 +1,51 @@
-"""megatron-core's parallel layers with forwards that take dual tensors.
+"""A tensor-parallel decoder layer: attention over this rank's heads, MLP over this rank's columns, RMSNorms.
 
-megatron-core shards and allocates the weights. Its forwards use autograd Functions without a forward-mode rule, and
-buffers on the current CUDA device. The forwards here run wherever PyTorch runs, and compute the same value with and
-without tangents, so that one forward can give both losses and utilities (`vcore_ds.utility.fused_forward`).
+megatron-core shards and allocates the weights of linear layers and embeddings. Its forwards use autograd Functions
+without a forward-mode rule, and buffers on the current CUDA device. The forwards here run wherever PyTorch runs, and
+compute the same value with and without tangents, so that one forward can give both losses and utilities
+(`vcore_ds.utility.fused_forward`). Attention is `vcore_ds.models.attention`; rotary embeddings and norms equal those of
+Hugging Face's models bit for bit.
 
 Between layers each rank has a shard of the tokens, so that embeddings, norms and residual sums are computed once per
 token, not on every rank: tokens are all-gathered before a layer's matrix multiplications and reduce-scattered after
 them, as in Megatron's sequence-parallel regions (https://arxiv.org/abs/2205.05198). Values and tangents travel in one
-collective. Values are differentiable if gradients are enabled; tangents are not recorded. Forward mode needs no rule,
-since dual tensors are unpacked before a collective and made again after it.
+collective. Values are differentiable if gradients are enabled; tangents are not recorded. Norm weights are replicated,
+and their gradient on a rank is that of its tokens or heads, to be summed over the group.
+
+The loop over layers is in `model.ParallelTokenLossModel`: megatron-core's passes only keyword arguments, with which the
+backward of a layer fails under ZeRO-3.
 
 Shapes: n tensor-parallel ranks, b packs or unpacked sequences, of which this sequence-parallel rank has t tokens; I
-input, O output size.
+input, O output, H hidden size, D head dimension, A query heads and K key/value heads of this rank.
 """
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import LowRank, make_dual_if_any, unpack_parameter, unpack_weight
+from vcore_ds.models.attention import SequenceLayout
+from vcore_ds.models.dual_tensors import (
+    LowRank,
+    apply_linear_map,
+    make_dual_if_any,
+    unpack_parameter,
+    unpack_weight,
+)
 from vcore_ds.models.lora_linear import linear_tangent
+from vcore_ds.models.pointwise import gated_silu, rms_norm
 
 with warnings.catch_warnings(), without_compiler():
     warnings.simplefilter("ignore")
@@ -37,12 +56,12 @@ with warnings.catch_warnings(), without_compiler():
 def gather_tokens(part: Tensor) -> Tensor:
     """All-gather `[t / n, b, ...]` to `[t, b, ...]`; takes dual tensors. The backward is a reduce-scatter, since the
     ranks compute different outputs from the gathered tokens."""
-    return make_dual_if_any(*_GatherTokens.apply(*forward_ad.unpack_dual(part)))
+    return apply_linear_map(part, all_gather_tokens, lambda gradient: reduce_scatter_tokens(gradient)[0])
 
 
 def scatter_tokens(partial: Tensor) -> Tensor:
     """Reduce-scatter `[t, b, ...]` to `[t / n, b, ...]`; takes dual tensors, if all ranks have one or none."""
-    return make_dual_if_any(*_ScatterTokens.apply(*forward_ad.unpack_dual(partial)))
+    return apply_linear_map(partial, reduce_scatter_tokens, lambda gradient: all_gather_tokens(gradient)[0])
 
 
 def all_gather_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -67,32 +86,6 @@ def reduce_scatter_both(sent: Tensor) -> tuple[Tensor, Tensor]:
     it as a view would also keep the tangent's memory."""
     value, d_value = layout.reduce_scatter("tensor", sent)
     return value.clone(), d_value
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        gathered = all_gather_tokens(part, tangent)
-        if tangent is not None:
-            ctx.mark_non_differentiable(gathered[1])
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        return reduce_scatter_tokens(gradient)[0], None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        summed = reduce_scatter_tokens(partial, tangent)
-        if tangent is not None:
-            ctx.mark_non_differentiable(summed[1])
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        return all_gather_tokens(gradient)[0], None
 
 
 class ColumnLinears(nn.Module):
@@ -137,6 +130,19 @@ class RowLinear(RowParallelLinear):
     """Row-parallel linear layer without a bias, `[t, b, I / n]` to `[t / n, b, O]`: a reduce-scatter of tokens."""
 
     reads_low_rank_tangents = True
+
+    def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int):
+        """`num_inputs`: I; `num_outputs`: O, over all ranks."""
+        super().__init__(
+            num_inputs,
+            num_outputs,
+            config=config,
+            init_method=nn.init.zeros_,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=layout.group("tensor"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return make_dual_if_any(*_RowMatmul.apply(*forward_ad.unpack_dual(x), *unpack_weight(self, "weight")))
@@ -232,3 +238,99 @@ class _RowMatmul(torch.autograd.Function):
         gathered = all_gather_tokens(gradient)[0]
         weight_gradient = gathered.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
         return gathered @ weight if needs_x else None, None, weight_gradient, None
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension, with the values and gradients of Hugging Face's."""
+
+    def __init__(self, size: int, config: TransformerConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, d_weight = unpack_parameter(self, "weight")
+        return rms_norm(x, weight, self.eps, d_weight=d_weight)
+
+
+def sliding_window(config: PretrainedConfig, layer: int) -> int | None:
+    """Number of keys that a query of this layer sees, itself included; None for all."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary embedding, `[b, t, D]` each."""
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention over this rank's heads."""
+
+    def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig, layer: int):
+        super().__init__()
+        self.layer_idx, self.head_dim = layer, config.kv_channels
+        self._config, self._sliding_window = hf_config, sliding_window(hf_config, layer)
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_query_groups
+        outputs = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+        self.qkv = ColumnLinears(
+            config,
+            config.hidden_size,
+            {name: number * self.head_dim for name, number in outputs.items()},
+            bias=config.add_qkv_bias,
+        )
+        self.o_proj = RowLinear(config, num_heads * self.head_dim, config.hidden_size)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, config) if config.qk_layernorm else nn.Identity() for _ in range(2)
+        )
+
+    def forward(self, hidden: Tensor, angles: Angles, sequence_layout: SequenceLayout) -> Tensor:
+        """Compute `[t / n, b, H]` from `[t / n, b, H]`; arguments as for `DecoderLayer`."""
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden))  # [t, b, A or K, D]
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (self.q_norm(query), self.k_norm(key), value))
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        attend = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
+        output, _ = attend(
+            self, query, key, value, None, sliding_window=self._sliding_window, sequence_layout=sequence_layout
+        )  # [b, t, A, D]
+        # Contiguous: for strided inputs PyTorch chooses the matmul kernel by whether a gradient is needed. It is not in
+        # a checkpointed forward with tangents, so the last bit of a loss would differ there.
+        return self.o_proj(output.transpose(0, 1).flatten(2).contiguous())
+
+
+class ParallelMLP(nn.Module):
+    """Gated MLP over this rank's columns."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        outputs = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size)
+        self.gate_up = ColumnLinears(config, config.hidden_size, outputs)
+        self.down_proj = RowLinear(config, config.ffn_hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Nested, so that no local variable keeps gate and up alive during the last matmul.
+        return self.down_proj(gated_silu(*self.gate_up(hidden)))
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Norm, attention, norm, MLP, with residual connections and optional activation checkpointing."""
+
+    def __init__(self, config: TransformerConfig, hf_config: PretrainedConfig, layer: int):
+        super().__init__()
+        self.self_attn = ParallelAttention(config, hf_config, layer)
+        self.mlp = ParallelMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+
+    def checkpoint_activations(self) -> None:
+        """Save only the layer's input, and recompute the rest in the backward."""
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(self, hidden: Tensor, angles: Angles, sequence_layout: SequenceLayout) -> Tensor:
+        """Compute the hidden states of this rank's tokens after the layer. `hidden`: `[t / n, b, H]`, positional so
+        that ZeRO-3's hooks see it; `angles`: of all t tokens; `sequence_layout`: the sequences of the batch, and the
+        sequence-parallel size."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, sequence_layout)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
