@@ -41,8 +41,7 @@ from vcore_ds.distributed.device import available_memory_bytes, device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.loading import checkpoint_activations
+from vcore_ds.models.causal_lm import TokenLossModel, checkpoint_activations
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.training.run_folder import describe_environment
 from vcore_ds.training.step import take_direction

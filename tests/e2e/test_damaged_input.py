@@ -22,7 +22,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.store import TokenStore, check_contents
 from vcore_ds.models.architecture_check import check_model_folder
-from vcore_ds.models.loading import load_causal_lm
+from vcore_ds.models.causal_lm import load_causal_lm
 from vcore_ds.models.stored_weights import find_stored_weights
 
 pytestmark = pytest.mark.e2e

@@ -103,7 +103,7 @@ def grouped() -> None:
 def fp8() -> None:
     import torch
 
-    from vcore_ds.models.lora_linear import fp8_linear
+    from vcore_ds.models.dual_tensors import fp8_linear
 
     x, w = torch.randn(2, 331, 256).bfloat16(), torch.randn(512, 256).bfloat16()
     x[0, 3] = 0.0

@@ -10,9 +10,8 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
-from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.causal_lm import TokenLossModel, checkpoint_activations
 from vcore_ds.models.experts import OUR_EXPERTS
-from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.models.lora import add_lora
 
 VOCABULARY = 128

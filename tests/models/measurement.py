@@ -30,8 +30,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.architecture_check import check_model
+from vcore_ds.models.causal_lm import prepare_for_training
 from vcore_ds.models.description import read_model
-from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.model import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch

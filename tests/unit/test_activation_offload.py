@@ -10,8 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.helpers import tiny
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.loading import checkpoint_activations
+from vcore_ds.models.causal_lm import TokenLossModel, checkpoint_activations
 
 
 def copy_saved_tensors(pin_memory: bool) -> saved_tensors_hooks:

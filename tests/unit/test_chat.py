@@ -27,7 +27,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.answers import math_prompt
-from vcore_ds.models.end_tokens import find_end_tokens
+from vcore_ds.models.model_folder import find_end_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

@@ -24,7 +24,7 @@ from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.named_model import end_token_ids
 from vcore_ds.common.errors import UserError
 from vcore_ds.models import model_folder as files
-from vcore_ds.models.end_tokens import add_end_tokens, describe_end_tokens
+from vcore_ds.models.model_folder import add_end_tokens, describe_end_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

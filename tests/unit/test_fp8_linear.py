@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vcore_ds.models import lora_linear
-from vcore_ds.models.lora_linear import fp8_linear, has_fp8_units, is_supported, linear_tangent
+from vcore_ds.models import dual_tensors
+from vcore_ds.models.dual_tensors import fp8_linear, has_fp8_units, is_supported, linear_tangent
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -53,5 +53,5 @@ def test_a_device_that_cannot_multiply_is_found_by_trying(monkeypatch: pytest.Mo
     def refuse(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
 
-    monkeypatch.setattr(lora_linear, "fp8_linear", refuse)
+    monkeypatch.setattr(dual_tensors, "fp8_linear", refuse)
     assert not has_fp8_units()

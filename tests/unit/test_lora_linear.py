@@ -19,8 +19,7 @@ from tests.helpers.allocations import Allocations
 from tests.helpers.step_runs import relative_error
 from vcore_ds.common.errors import UserError
 from vcore_ds.config import sections as recipes
-from vcore_ds.models.lora import add_lora
-from vcore_ds.models.lora_linear import BaseLinear, LoraLinear, round_adapters_once
+from vcore_ds.models.lora import BaseLinear, LoraLinear, add_lora, round_adapters_once
 
 NUM_TOKENS, IN, OUT, RANK = 256, 64, 192, 4
 SCALING = 3.0

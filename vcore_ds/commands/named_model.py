@@ -18,9 +18,9 @@ from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.architecture_check import check_model_folder
-from vcore_ds.models.end_tokens import find_end_tokens
-from vcore_ds.models.loading import load_causal_lm
+from vcore_ds.models.causal_lm import load_causal_lm
 from vcore_ds.models.lora import add_trained_adapter
+from vcore_ds.models.model_folder import find_end_tokens
 from vcore_ds.training.run_folder import RECIPE, export_folder
 
 _EXPECTED = "expected a run's folder, the folder of an adapter or a model, or a hub id (OWNER/NAME)"

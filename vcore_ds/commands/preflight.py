@@ -197,7 +197,7 @@ def compute_output_bytes(recipe: Recipe) -> int | None:
     """Free bytes that the run still needs, for its result and its checkpoints, one more than it keeps; None for a model
     that cannot be read."""
     from vcore_ds.models.architecture_check import count_parameters
-    from vcore_ds.models.loading import DTYPES  # takes seconds to import, and only rank 0 needs it
+    from vcore_ds.models.description import DTYPES  # takes seconds to import, and only rank 0 needs it
 
     num_parts = recipe.parallel.tensor
     counts = count_parameters(recipe.model.path, recipe.lora, num_parts)

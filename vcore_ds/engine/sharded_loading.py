@@ -28,10 +28,14 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import find_tensor_axis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
-from vcore_ds.models.causal_lm import find_auto_class
-from vcore_ds.models.description import resolve_attention
+from vcore_ds.models.causal_lm import (
+    load_causal_lm,
+    prepare_for_training,
+    read_training_config,
+    refuse_failing_code,
+)
+from vcore_ds.models.description import find_auto_class, resolve_attention
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
-from vcore_ds.models.loading import load_causal_lm, prepare_for_training, read_training_config, refuse_failing_code
 from vcore_ds.models.megatron.weight_slices import iter_runs, weight_slices
 from vcore_ds.models.safetensors_ranges import ReadRequest, read_ranges
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
@@ -20,7 +19,7 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.description import (
-    REMEDY,
+    DTYPES,
     ModelDescription,
     build_empty_model,
     can_replace_attention,
@@ -30,7 +29,6 @@ from vcore_ds.models.description import (
     resolve_attention,
 )
 from vcore_ds.models.experts import can_replace_experts
-from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora, build_empty_adapted_model
 from vcore_ds.models.megatron.weight_slices import weight_slices
 from vcore_ds.models.stored_weights import check_shapes
@@ -42,8 +40,11 @@ from vcore_ds.planning.settings import PlanSettings
 
 Estimator = Literal["jvp", "finite_difference"]
 
-_WITHOUT_UTILITIES = "another architecture, or a method without utilities (methods/sft.yaml)"
-_DIFFERENCES = "finite_difference (utility.estimator=finite_difference utility.epsilon=auto)"
+INSTEAD_OF_JVP = (
+    "expected finite_difference (utility.estimator=finite_difference utility.epsilon=auto) of a dense model, another "
+    "architecture, or a method without utilities (methods/sft.yaml)"
+)
+"""End of messages that refuse `jvp` for an architecture."""
 
 
 def check_architecture(
@@ -75,40 +76,17 @@ def check_architecture(
 
 def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
     """Raise UserError if the estimator does not support this architecture, with an alternative."""
-    has_forward_mode = can_replace_attention(config)
-    if estimator == "finite_difference" and has_forward_mode and _has_routing(config):
+    if estimator == "finite_difference" and _has_routing(config):
         raise UserError(explain_refused_differences(path))
-    if has_forward_mode or (estimator == "finite_difference" and not _has_routing(config)):
-        return
-    raise UserError(
-        f"utility.estimator: found {estimator} together with model.path {path} "
-        f"({find_causal_lm_class(config).__name__}), whose attention cannot be replaced by one with a forward-mode "
-        f"derivative{suggest_alternative_to_jvp(config)}"
-    )
-
-
-def suggest_alternative_to_jvp(config: PretrainedConfig) -> str:
-    """Return the end of a message that refuses `jvp`: the alternative for this architecture."""
-    if _has_routing(config):
-        return (
-            "; finite differences are wrong too: they reroute the tokens of an MoE model between experts; expected "
-            f"{_WITHOUT_UTILITIES}"
+    if estimator == "jvp" and not can_replace_attention(config):
+        raise UserError(
+            f"utility.estimator: found jvp together with model.path {path} ({find_causal_lm_class(config).__name__}), "
+            f"whose attention cannot be replaced by one with a forward-mode derivative; {INSTEAD_OF_JVP}"
         )
-    return f"; expected {_DIFFERENCES}, {_WITHOUT_UTILITIES}"
 
 
 def _has_routing(config: PretrainedConfig) -> bool:
     return is_moe(config.get_text_config().to_dict())
-
-
-def advise_on_noise(config: PretrainedConfig) -> str:
-    """Return the advice for finite differences that are too noisy."""
-    if can_replace_attention(config):
-        return "Use utility.estimator=jvp, which has no epsilon and is accurate in this precision."
-    return (
-        "The attention of this architecture has no forward-mode derivative (jvp): use model.precision=fp32, "
-        f"{_WITHOUT_UTILITIES}."
-    )
 
 
 def _call_decoder(path: str, model: TokenLossModel) -> None:
@@ -168,21 +146,11 @@ def check_model_folder(path: str) -> None:
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
             raise UserError(f"model.path: {path}: no such folder, and not a hub id (owner/name)")
         return
-    if not (folder / CONFIG_NAME).is_file():
-        raise UserError(f"model.path: {path}: no {CONFIG_NAME} there; expected a Hugging Face model folder")
     with reading("model.path", folder, "a model folder that can be read"):
         description = read_model(path)
         stored = description.stored
-    if stored:
-        _check_number_of_layers(path, description.config, stored)
-        check_shapes(path, description.empty, {name: tensor.shape for name, tensor in stored.items()})
-    elif files := sorted(folder.glob("*.safetensors")):
-        raise UserError(
-            f"model.path: {path}: found {files[0].name} and no {SAFE_WEIGHTS_INDEX_NAME}, expected it for weights in "
-            f"several files; {REMEDY}"
-        )
-    elif not any(folder.glob("pytorch_model*.bin")):
-        raise UserError(f"model.path: {path}: found a {CONFIG_NAME} but no weights (*.safetensors); {REMEDY}")
+    _check_number_of_layers(path, description.config, stored)
+    check_shapes(path, description.empty, {name: tensor.shape for name, tensor in stored.items()})
 
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, names: Iterable[str]) -> None:

@@ -1,31 +1,33 @@
-"""A Hugging Face causal language model that returns the loss of every supervised token."""
+"""A Hugging Face causal language model that returns the loss of every supervised token, and loading it from a folder or
+the hub."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.models.attention import OUR_ATTENTION, SequenceLayout
+from vcore_ds.models.description import find_auto_class, read_model, refuse_unreadable_model, resolve_attention
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
+from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.pointwise import use_formulas
+from vcore_ds.models.stored_weights import check_nothing_is_missing
 from vcore_ds.models.token_loss import (
     LogitTransform,
     PredictionStatistic,
-    VocabularyShard,
     compute_raw_logits,
     loss_and_statistic,
     reference_divergence,
@@ -37,17 +39,6 @@ from vcore_ds.models.token_loss import (
 FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # of logits or hidden states: Granite, MiniCPM3; Inkling
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
-
-
-def is_vision_language(config: PretrainedConfig) -> bool:
-    """Whether the language model is a part of a vision-language model, with a separate configuration."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
-
-
-def find_auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    """Return the auto class that loads the entire model: `AutoModelForCausalLM` loads only the language model of a
-    vision-language model, or fails."""
-    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def read_logit_transform(config: PretrainedConfig) -> LogitTransform:
@@ -64,11 +55,6 @@ def read_logit_transform(config: PretrainedConfig) -> LogitTransform:
 def _read_declared(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:
     """Return the first of the fields that the architecture declares; it ignores others in config.json."""
     return next((getattr(config, name) for name in names if hasattr(type(config), name)), None)
-
-
-def read_unpadded_vocabulary(config: PretrainedConfig) -> int | None:
-    """Read the number of output embedding rows that are not padding (Inkling); None if all are not."""
-    return getattr(config.get_text_config(), "unpadded_vocab_size", None)
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
@@ -108,13 +94,12 @@ class TokenLossHead(nn.Module):
     reads_low_rank_tangents = True
     """See `forward_mode`: the forward takes its weights' tangents by `read_low_rank_tangent`."""
 
-    def __init__(self, output_embedding: nn.Linear, transform: LogitTransform, num_tokens: int | None):
-        """Take over the parameters of `output_embedding`; `num_tokens` rows are not padding, None for all."""
+    def __init__(self, output_embedding: nn.Linear, transform: LogitTransform):
+        """Take over the parameters of `output_embedding`."""
         super().__init__()
         self.weight = output_embedding.weight
         self.bias = output_embedding.bias
         self._transform = transform
-        self._shard = None if num_tokens is None else VocabularyShard(0, num_tokens, lambda local: local[None])
 
     def forward(
         self,
@@ -130,12 +115,10 @@ class TokenLossHead(nn.Module):
         if targets is None:
             return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         weight, bias = self.weight, self.bias
-        options: dict[str, Any] = {"transform": self._transform, "shard": self._shard}
         if statistic is not None:
-            return loss_and_statistic(hidden, weight, targets, statistic, bias, **options)
-        losses = token_loss(
-            hidden, weight, targets, bias, **options, weight_tangent=read_low_rank_tangent(self, "weight")
-        )
+            return loss_and_statistic(hidden, weight, targets, statistic, bias, transform=self._transform)
+        tangent = read_low_rank_tangent(self, "weight")
+        losses = token_loss(hidden, weight, targets, bias, transform=self._transform, weight_tangent=tangent)
         if reference_hidden is None:
             return losses
         return losses, reference_divergence(hidden, weight, reference_hidden, bias, transform=self._transform)
@@ -163,8 +146,7 @@ class TokenLossModel(nn.Module):
                 f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear "
                 "layer (LoRA on the output embedding is not supported)"
             )
-        config = base.config
-        base.set_output_embeddings(TokenLossHead(head, read_logit_transform(config), read_unpadded_vocabulary(config)))
+        base.set_output_embeddings(TokenLossHead(head, read_logit_transform(base.config)))
 
     @property
     def base(self) -> PreTrainedModel:
@@ -261,3 +243,95 @@ def use_eager_attention(config: PretrainedConfig) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+FUNCTIONAL_DROPOUT = (
+    "attention_dropout",
+    "residual_dropout",  # Seed-OSS, StarCoder 2
+    "embedding_dropout",
+    "hidden_dropout",
+    "activation_dropout",  # OPT, BioGPT, XGLM
+    "dropout",
+    "layerdrop",
+    "router_jitter_noise",  # Mixtral, MiniMax
+    "input_jitter_noise",
+)
+"""Dropout rates in config.json that architectures apply by functions, which `vcore_ds.models.dropout` cannot replace,
+unlike modules (`resid_pdrop` of GPT-2 and Phi)."""
+
+
+def load_causal_lm(
+    path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool
+) -> PreTrainedModel:
+    """Load a model that passed `check_model_folder` by transformers' `from_pretrained`, and prepare it for training.
+    `dtype`: of the weights in memory, "auto" for that of the files; `attention`: see `resolve_attention`. Raises
+    UserError if the model cannot be loaded, or some of its weights are missing."""
+    config = read_training_config(path)
+    try:
+        with refuse_unreadable_model(path), refuse_failing_code(path):
+            loaded: Any = find_auto_class(config).from_pretrained(  # a pair, by output_loading_info
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=resolve_attention(config, attention),
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        raise UserError(f"model.path: {path}: the weights do not fit config.json: {first_line(error)}") from None
+    model, info = loaded
+    check_nothing_is_missing(path, info["missing_keys"])
+    return prepare_for_training(model, gradient_checkpointing)
+
+
+@contextmanager
+def refuse_failing_code(name: str) -> Iterator[None]:
+    """Context that turns an exception in an architecture's code in transformers into a UserError about the model.
+
+    Some cannot be built under ZeRO-3, or do not run with the arguments of training or their configuration.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        file = Path(frames[-1].filename)
+        if not file.is_relative_to(Path(transformers.__file__).parent / "models"):
+            raise
+        raise UserError(
+            f"model.path: {name}: the architecture's own code fails: {type(error).__name__}: {first_line(error)} "
+            f"({file.name}:{frames[-1].lineno}); expected another model, or another version of transformers"
+        ) from error
+
+
+def read_training_config(path: str) -> PretrainedConfig:
+    """Read the model's configuration and change it for training. Raises UserError as `read_model` does."""
+    config = deepcopy(read_model(path).config)
+    text = config.get_text_config()
+    for name in FUNCTIONAL_DROPOUT:
+        if isinstance(getattr(text, name, None), float | int):
+            # Utilities are of the model without dropout, and these rates cannot be switched off by hooks.
+            setattr(text, name, 0.0)
+    config._experts_implementation = OUR_EXPERTS  # no effect on dense models
+    return config
+
+
+def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
+    """Disable the KV cache, `freeze_towers`, and optionally enable activation checkpointing; in place."""
+    model.config.use_cache = False
+    freeze_towers(model)
+    if gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Make each decoder layer save only its input, and recompute the rest in the backward."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # the name in transformers 5.17
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,8 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -28,7 +29,6 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from vcore_ds.common.errors import UserError, first_line, last_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import find_auto_class, is_vision_language, read_unpadded_vocabulary
 from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, QWEN3_32B, read_config_file
 from vcore_ds.planning.model_shape import (
@@ -48,10 +48,8 @@ VISION_LANGUAGE = (
 """Types of vision-language models whose language model can be trained: on text, it alone computes the model's logits
 from token ids and positions."""
 
-_MAX_SIZES = {"num_hidden_layers": 10_000, "num_layers": 10_000, "n_layer": 10_000, "vocab_size": 2**31 - 1}
-"""Largest plausible values: architectures build lists of layers, and token ids are int32."""
-
-REMEDY = "is the download complete?"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""By their names in recipes and on command lines."""
 
 
 class ModelDescription:
@@ -68,32 +66,25 @@ class ModelDescription:
 
     @cached_property
     def obstacle(self) -> str | None:
-        """Why transformers has to read the weights; completes "weights are read by one process, since ...". None where
-        `stored` has all of them."""
-        # With these, transformers does more than copy the weights.
+        """Why transformers has to read the weights, since it does more than copy them; completes "weights are read by
+        one process, since ...". None where `stored` is all of them."""
         for key in ("quantization_config", "transformers_weights", "fusion_config"):
             if getattr(self.config, key, None) is not None:
                 return f"{CONFIG_NAME} has a {key}"
         with refuse_unreadable_model(self.path):
-            if find_adapter_config_file(self.path) is not None:
-                return "there is an adapter among them"
-        return None if self.stored else "they are not in safetensors files"
+            return None if find_adapter_config_file(self.path) is None else "there is an adapter among them"
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
         """Positions of the tensors in safetensors files, by their names there; downloads the files of a hub id.
         Reading it raises UserError for files that are missing, damaged or of another model."""
         stored: dict[str, StoredTensor] = {}
-        files, names = self._find_safetensors_files()
+        files, names = self._find_files()
         for file in files:  # in transformers' order, where the later of two tensors of one name counts
-            if not file.is_file():
-                raise UserError(
-                    f"model.path: {self.path}: {SAFE_WEIGHTS_INDEX_NAME} names {file.name}, which is missing; {REMEDY}"
-                )
             try:
                 stored |= read_header(file)
-            except BadSafetensors as error:
-                raise UserError(f"model.path: {self.path}: {file.name}: {error}; {REMEDY}") from None
+            except (BadSafetensors, FileNotFoundError) as error:
+                raise UserError(f"model.path: {self.path}: {file.name}: {error}; is the download complete?") from None
         if missing := sorted(names - stored.keys()):
             raise UserError(
                 f"model.path: {self.path}: {SAFE_WEIGHTS_INDEX_NAME} names {missing[0]}, which is in none of its files "
@@ -101,20 +92,23 @@ class ModelDescription:
             )
         return stored
 
-    def _find_safetensors_files(self) -> tuple[list[Path], set[str]]:
-        """Find the safetensors files that transformers reads, and the names of tensors that their index has."""
+    def _find_files(self) -> tuple[list[Path], set[str]]:
+        """Find the files of weights, and the names of tensors that their index has."""
         with refuse_unreadable_model(self.path):
             if (single := find_file(self.path, SAFE_WEIGHTS_NAME)) is not None:
                 return [single], set()
-            if (index := find_file(self.path, SAFE_WEIGHTS_INDEX_NAME)) is None:
-                return [], set()
-            names = set(read_weight_map(index))
-            return [Path(file) for file in get_checkpoint_shard_files(self.path, str(index))[0]], names
+            if (index := find_file(self.path, SAFE_WEIGHTS_INDEX_NAME)) is not None:
+                names = set(read_weight_map(index))
+                return [Path(file) for file in get_checkpoint_shard_files(self.path, str(index))[0]], names
+        raise UserError(
+            f"model.path: {self.path}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; expected all "
+            "weights, as safetensors (transformers' save_pretrained converts others)"
+        )
 
-    @cached_property
+    @property
     def vocabulary_size(self) -> int:
-        """The vocabulary size without padding: token ids are below it."""
-        return read_unpadded_vocabulary(self.config) or self.config.get_text_config().vocab_size
+        """The vocabulary size: token ids are below it."""
+        return self.config.get_text_config().vocab_size
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -168,15 +162,11 @@ def _make_config(path: str, raw: dict[str, Any], local_files_only: bool) -> Pret
         problem = "found no model_type, expected the name of an architecture; is this a Hugging Face model?"
         raise make_config_error(path, problem)
     if model_type not in CONFIG_MAPPING:
-        problem = (
-            "needs code from its repository (trust_remote_code), which is not run here; "
-            f"{_EXPECTED} that is part of transformers"
-            if "auto_map" in raw
-            else f"is unknown to transformers {transformers.__version__}; install a newer transformers, or choose "
-            "another model"
+        raise make_config_error(
+            path,
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; {_EXPECTED} that is "
+            "part of it (code of the model's repository, trust_remote_code, is not run)",
         )
-        raise make_config_error(path, f"model_type {model_type!r} {problem}")
-    _check_sizes(path, raw)
     try:
         # Unless trust_remote_code is given, transformers asks at the terminal.
         config = AutoConfig.from_pretrained(path, local_files_only=local_files_only, trust_remote_code=False)
@@ -185,7 +175,6 @@ def _make_config(path: str, raw: dict[str, Any], local_files_only: bool) -> Pret
             f"model.path: {path}: config.json does not describe a model of type {model_type!r}: {last_line(error)}"
         ) from None
     _check_kind(path, config)
-    _check_heads(path, config)
     return config
 
 
@@ -194,34 +183,15 @@ def make_config_error(path: str, problem: str) -> UserError:
     return UserError(f"model.path: {path}: config.json: {problem}")
 
 
-def _check_sizes(path: str, raw: dict[str, Any]) -> None:
-    """Check sizes that cost time and memory as soon as transformers reads the configuration."""
-    text = raw.get("text_config")
-    for section in (raw, text if isinstance(text, dict) else {}):
-        for key, largest in _MAX_SIZES.items():
-            value = section.get(key)
-            if isinstance(value, int) and not 1 <= value <= largest:
-                raise make_config_error(path, f"{key}: found {value:.6g}, expected 1 to {largest:,}")
-
-
 def _check_kind(path: str, config: PretrainedConfig) -> None:
-    if config.model_type == "phimoe":
-        # The start check would report it too, but only after loading 42 billion parameters.
-        kind = (
-            "an MoE model that draws the experts of each token at random in training and estimates its router's "
-            "gradient (SparseMixer), so that neither losses nor gradients are those of the model"
-        )
-    elif config.is_encoder_decoder:
-        kind = "an encoder and a decoder (seq2seq)"
-    elif is_vision_language(config) and config.model_type not in VISION_LANGUAGE:
-        kind = (
-            f"not among the vision-language models whose language model can be trained ({', '.join(VISION_LANGUAGE)}); "
-            "save its language model as a separate model"
-        )
+    if is_vision_language(config):
+        if config.model_type in VISION_LANGUAGE:
+            return
+        kind = f"not among the vision-language models whose language model is trained ({', '.join(VISION_LANGUAGE)})"
     elif _is_encoder(config):
         kind = "an encoder, whose attention is not causal"
-    elif not is_vision_language(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = "not a causal language model"
+    elif config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = "not a decoder-only language model"
     else:
         return
     raise make_config_error(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
@@ -236,17 +206,6 @@ def _is_encoder(config: PretrainedConfig) -> bool:
     return not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all")
 
 
-def _check_heads(path: str, config: PretrainedConfig) -> None:
-    sizes = {key: _read_size(config, key) for key in ("num_attention_heads", "num_key_value_heads")}
-    for key, value in sizes.items():
-        if value is not None and value < 1:
-            raise make_config_error(path, f"{key}: found {value}, expected at least 1")
-    num_heads, num_kv_heads = sizes.values()
-    if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-        problem = f"found num_attention_heads {num_heads} together with num_key_value_heads {num_kv_heads}"
-        raise make_config_error(path, f"{problem}; expected a multiple of it")
-
-
 def _read_size(config: PretrainedConfig, name: str) -> int | None:
     """Return a size, None if the architecture does not have it, or has one per layer."""
     try:
@@ -254,6 +213,17 @@ def _read_size(config: PretrainedConfig, name: str) -> int | None:
     except RuntimeError:  # transformers raises it if the size differs between layers
         return None
     return value if isinstance(value, int) else None
+
+
+def is_vision_language(config: PretrainedConfig) -> bool:
+    """Whether the language model is a part of a vision-language model, with a separate configuration."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+
+
+def find_auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Return the auto class that loads the entire model: `AutoModelForCausalLM` loads only the language model of a
+    vision-language model, or fails."""
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def find_causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -314,5 +284,5 @@ def refuse_unreadable_model(path: str) -> Iterator[None]:
     """Context that turns exceptions of reading a model's files into UserError."""
     try:
         yield
-    except (OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"model.path: {path}: no causal language model can be loaded: {first_line(error)}") from None

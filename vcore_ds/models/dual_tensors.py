@@ -1,5 +1,7 @@
-"""Helpers for PyTorch's dual tensors that do not keep tangents alive, linear maps of them, and parameters that may be
-dual."""
+"""Dual tensors that do not keep tangents alive, parameters that may be dual, and linear maps of dual tensors.
+
+Tangents of linear layers may be multiplied in FP8, which keeps utilities accurate; FP8 values would not.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from vcore_ds.distributed.device import device
 
 
 def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
@@ -111,3 +116,93 @@ def read_low_rank_tangent(module: nn.Module, name: str) -> LowRank | None:
     tangent, on_read = tangents[name]
     on_read()
     return tangent
+
+
+def linear_with_addend(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, scaling: float) -> Tensor:
+    """Compute `x W^T + scaling * addend`, rounded once, then `+ bias`; without an addend a plain linear layer.
+
+    `addmm` takes only one addend, so the bias is rounded separately. That rounding does not lose the adapter, whose
+    output varies with the token like the base output, so that the errors average out. `addend` and result are `[...,
+    out]` in the dtype of `x [..., in]`.
+    """
+    if addend is None:
+        return linear(x, weight, bias)
+    # `beta * addend` is added in the fp32 accumulator, both in oneDNN (CPU) and in cuBLAS.
+    out = torch.addmm(addend.flatten(0, -2), x.flatten(0, -2), weight.t(), beta=scaling).view(addend.shape)
+    return out if bias is None else out + bias
+
+
+def linear_tangent(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    d_x: Tensor | None = None,
+    d_weight: Tensor | LowRank | None = None,
+    d_bias: Tensor | None = None,
+    d_addend: Tensor | None = None,
+    scaling: float = 1.0,
+    in_fp8: bool = False,
+) -> Tensor | None:
+    """Compute the tangent of `linear_with_addend`, skipping inputs without a tangent; None if none has one. PyTorch's
+    own rule multiplies by zeros in place of missing tangents, a third of the work of a frozen layer under LoRA.
+    `in_fp8`: compute `d_x W^T` by `fp8_linear`, where it takes the weight."""
+    tangent = None
+    if d_x is not None and in_fp8 and is_supported(weight):
+        tangent = fp8_linear(d_x, weight)
+        if d_addend is not None:
+            tangent.add_(d_addend, alpha=scaling)
+    elif d_x is not None:
+        tangent = linear_with_addend(d_x, weight, None, d_addend, scaling)
+    elif d_addend is not None:
+        tangent = scaling * d_addend
+    if isinstance(d_weight, LowRank):
+        x, d_weight = linear(x, d_weight.right), d_weight.left
+    if d_weight is not None:
+        if tangent is None:
+            tangent = linear(x, d_weight)
+        else:  # accumulated by the matmul: one tensor and one rounding less
+            tangent.flatten(0, -2).addmm_(x.flatten(0, -2), d_weight.t())
+    if d_bias is not None:
+        tangent = d_bias.expand(*x.shape[:-1], -1) if tangent is None else tangent.add_(d_bias)
+    return tangent
+
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SIZE_MULTIPLE = 16
+"""cuBLAS needs rows of a multiple of 16 bytes in both factors and the result."""
+
+
+def is_supported(weight: Tensor) -> bool:
+    """Whether `fp8_linear` takes a weight of this shape and dtype."""
+    return weight.dtype == torch.bfloat16 and all(size % _SIZE_MULTIPLE == 0 for size in weight.shape)
+
+
+def has_fp8_units() -> bool:
+    """Whether this rank's device computes `fp8_linear`: GPUs from Ada and Hopper on, depending on PyTorch's version and
+    CUDA's libraries, and CPUs, slowly. Multiplies once, since the capability alone does not tell for RTX PRO 6000
+    (https://github.com/pytorch/pytorch/issues/192707)."""
+    ones = torch.ones(_SIZE_MULTIPLE, _SIZE_MULTIPLE, dtype=torch.bfloat16, device=device())
+    try:
+        fp8_linear(ones, ones)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x W^T`, bf16, summed in fp32, with both factors rounded to `float8_e4m3fn`, each row scaled to the largest
+    number of that format. `x [..., in]` and `weight [out, in]` are bf16; `is_supported` of the weight."""
+    (rows, row_scales), (columns, column_scales) = _quantize(x.flatten(0, -2)), _quantize(weight)
+    if x.is_cuda:
+        output = torch._scaled_mm(
+            rows, columns.t(), scale_a=row_scales, scale_b=column_scales.t().contiguous(), out_dtype=x.dtype
+        )
+    else:  # on CPUs, PyTorch 2.11 takes only one scale for a whole factor
+        output = (rows.float() @ columns.float().t()).mul_(row_scales).mul_(column_scales.t()).to(x.dtype)
+    return output.view(*x.shape[:-1], len(weight))
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to FP8; returns the rows and their fp32 scales `[N, 1]`, by which to multiply them."""
+    scales = x.abs().amax(-1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny) / _LARGEST
+    return (x / scales).to(torch.float8_e4m3fn), scales

@@ -1,4 +1,16 @@
-"""LoRA adapters (peft) on a causal language model: choosing layers, adding adapters, loading trained ones."""
+"""LoRA adapters (peft) on a causal language model: choosing layers, adding adapters, loading trained ones.
+
+In bf16, LoRA layers round once, after adding the adapter. peft adds an adapter's output to a base output that is
+already rounded. Close to B = 0 it is below half an ulp of the base output, so the sum rounds back to the same number:
+the model computes as if it had hardly been trained. Here the adapter's output is added in the fp32 accumulator of the
+base matrix multiplication:
+
+    out = round(x W^T + scaling * B A x)
+
+`B A x` is itself rounded, an error relative to the adapter alone. Nothing of the output's size is saved for the
+backward. Experts do the same in their grouped GEMM: peft would add `(alpha / r) B A` to the weights, and lose updates
+below half an ulp of a weight.
+"""
 
 import re
 import warnings
@@ -6,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -15,15 +27,17 @@ from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, transformers_weight_conversion
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import reading
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.models.causal_lm import find_decoder, is_vision_language
-from vcore_ds.models.description import ModelDescription, build_empty_model, read_model
-from vcore_ds.models.lora_linear import round_adapters_once
+from vcore_ds.models.causal_lm import find_decoder
+from vcore_ds.models.description import ModelDescription, build_empty_model, is_vision_language, read_model
+from vcore_ds.models.dual_tensors import linear_with_addend
+from vcore_ds.models.experts import ExpertsAdapter, use_adapter, uses_our_experts
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
@@ -260,7 +274,7 @@ def find_adapters(adapted: PeftModel) -> dict[str, Adapter]:
 
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
-    """Load a trained adapter onto the model for inference, with the forward of training (`lora_linear`); in place.
+    """Load a trained adapter onto the model for inference, with the forward of training ; in place.
     `base`: path of the model, for messages. Raises UserError if the adapter cannot be read, or its layers or their
     sizes are not those of this model."""
     with reading("adapter", folder, "a folder with a trained adapter"):
@@ -292,3 +306,59 @@ def _describe_wrong_base(folder: Path, base: str, reason: str) -> str:
         f"adapter: {folder}: does not fit the model {base}: {reason:.300}; expected an adapter of this model. "
         "Name the model that it was trained from"
     )
+
+
+# Layers that round once.
+
+
+_RANK_MULTIPLE = 8
+"""Adapter ranks of experts are zero-padded to this multiple: the kernels need rows of a multiple of 16 bytes."""
+
+
+class LoraExperts(ParamWrapper):
+    """peft's adapter on a parameter of experts that compute by `experts_forward`; for other experts, or with the
+    adapter disabled or merged, the forward is peft's."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        experts = self.get_base_layer()
+        if not uses_our_experts(experts) or self.disable_adapters or self.merged:
+            return super().forward(x, *args, **options)
+        (name,) = self.active_adapters
+        left, right, scaling = self.get_delta_factors(name)
+        rows = -self.r[name] % _RANK_MULTIPLE
+        left, right = pad(left, (0, rows)), pad(right, (0, 0, 0, rows))
+        down, up = (left, right) if experts.is_transposed else (right, left)
+        with use_adapter(experts, self.parameter_name, ExpertsAdapter(down, up, scaling)):
+            return self.base_layer(x, *args, **options)
+
+
+class BaseLinear(nn.Linear):
+    """The frozen layer under an adapter, which takes the adapter's output as an argument: ZeRO-3 gathers the weight
+    only while this module runs."""
+
+    def forward(self, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
+        return linear_with_addend(x, self.weight, self.bias, addend, scaling)
+
+
+class LoraLinear(Linear):
+    """peft's LoRA layer, which rounds once in bf16. In other dtypes, or with the adapter disabled or merged, the
+    forward is peft's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16 or self.disable_adapters or self.merged:
+            return super().forward(x)
+        (adapter,) = self.active_adapters
+        lora_a, lora_b = self.lora_A[adapter], self.lora_B[adapter]
+        assert isinstance(lora_a, nn.Linear)
+        dropped = self.lora_dropout[adapter](self._cast_input_dtype(x, lora_a.weight.dtype))
+        return self.base_layer(x, lora_b(lora_a(dropped)).to(x.dtype), self.scaling[adapter])
+
+
+def round_adapters_once(adapted: nn.Module) -> None:
+    """Make the LoRA layers of a peft model round once, in place. Only classes change, so saved adapters do not."""
+    for module in adapted.modules():
+        if type(module) is Linear and type(module.base_layer) is nn.Linear:
+            module.__class__ = LoraLinear
+            module.base_layer.__class__ = BaseLinear
+        elif type(module) is ParamWrapper:
+            module.__class__ = LoraExperts

@@ -5,7 +5,6 @@ The digest tells models apart without reading 100 GB.
 
 import hashlib
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
@@ -82,10 +82,7 @@ RULE = "2:"
 """Prefix of digests. Those of vcore_ds 0.7 and before, of the first and the last MiB of each safetensors file, have
 none."""
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Names of a single weights file, in transformers' order, unless config.json names another; NAME.index.json lists the
-files of sharded weights."""
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 """Files that transformers also loads if they exist."""
 
 
@@ -125,37 +122,31 @@ def compute_model_digest(path: str) -> str:
 def _find_loaded_files(path: str, folder: Path) -> list[Path]:
     """Return the files that transformers loads; others may come and go in the hub's cache, as they are requested."""
     others = [folder / name for name in (CONFIG_NAME, *_ADAPTER) if (folder / name).is_file()]
-    for name in _read_weight_names(folder):
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return [*others, folder / name]
-        if index.is_file():
-            names = sorted(set(read_weight_map(index).values()))
-            missing = [file for file in names if not (folder / file).is_file()]
-            if missing:
-                raise UserError(f"{path}: found no {missing[0]}, which {index.name} names; download the model first")
-            return [*others, index, *(folder / file for file in names)]
-    raise UserError(f"{path}: found no {' or '.join(_WEIGHTS)} in {folder}; download the model first")
+    name = _read_weights_name(folder)
+    index = folder / f"{name}.index.json"
+    if (folder / name).is_file():
+        return [*others, folder / name]
+    if not index.is_file():
+        raise UserError(f"{path}: found no {name} in {folder}; download the model first")
+    names = sorted(set(read_weight_map(index).values()))
+    if missing := [file for file in names if not (folder / file).is_file()]:
+        raise UserError(f"{path}: found no {missing[0]}, which {index.name} names; download the model first")
+    return [*others, index, *(folder / file for file in names)]
 
 
-def _read_weight_names(folder: Path) -> tuple[str, ...]:
+def _read_weights_name(folder: Path) -> str:
+    """Return the name of a single file of weights; NAME.index.json lists the files of sharded weights."""
     with suppress(OSError, ValueError):
         if named := read_config_file(folder / CONFIG_NAME).get("transformers_weights"):
-            return (str(named).removesuffix(".index.json"),)
-    return _WEIGHTS
+            return str(named).removesuffix(".index.json")
+    return SAFETENSORS_SINGLE_FILE
 
 
 def _iter_samples(file: Path, size: int) -> Iterator[bytes]:
     """Yield a file's list of tensors, and bytes at positions derived from it."""
-    starts = {0}
-    if file.suffix == ".safetensors":
-        try:
-            tensors = read_header(file)
-        except BadSafetensors:
-            tensors = {}  # loading the model reports it
-        starts |= {tensor.offset for tensor in tensors.values()}
-        yield repr([(name, *tensor[1:]) for name, tensor in tensors.items()]).encode()
-    elif zipfile.is_zipfile(file):  # torch.save writes zip files with a checksum of each tensor
-        with zipfile.ZipFile(file) as archive:
-            yield repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode()
-    yield from digests.read_samples(file, size, starts)
+    try:
+        tensors = read_header(file)
+    except BadSafetensors:
+        tensors = {}  # loading the model reports it
+    yield repr([(name, *tensor[1:]) for name, tensor in tensors.items()]).encode()
+    yield from digests.read_samples(file, size, {0} | {tensor.offset for tensor in tensors.values()})

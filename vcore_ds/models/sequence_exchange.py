@@ -109,13 +109,12 @@ def gather_losses(losses: Tensor, supervised: Tensor, sequence_parallel: int) ->
     num_rows, num_columns = supervised.shape
     local = losses.new_zeros(num_rows * num_columns // k).index_copy(0, local_positions, losses)
 
-    def gather(value: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        gathered = [
-            None if x is None else layout.all_gather("sequence", x, k).movedim(0, 1).flatten() for x in (value, tangent)
-        ]
-        return gathered[0], gathered[1]
+    def gather(part: Tensor) -> Tensor:
+        return layout.all_gather("sequence", part, k).movedim(0, 1).flatten()
 
     gathered = apply_linear_map(
-        local.view(num_rows, -1), gather, lambda gradient: take_local_columns(gradient.view(num_rows, -1), k)
+        local.view(num_rows, -1),
+        lambda value, tangent: (gather(value), None if tangent is None else gather(tangent)),
+        lambda gradient: take_local_columns(gradient.view(num_rows, -1), k),
     )
     return gathered.index_select(0, positions)

@@ -32,9 +32,8 @@ from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.planning.model_shape import LOSS_BLOCK_BYTES, loss_block_multiple
 
 PredictionStatistic = Literal["entropy", "top_entropy", "concentration"]
-"""`entropy`: of the prediction in nats; takes another matrix multiplication. `top_entropy`: entropy of the 20 most
-likely tokens, renormalised, as a share of its maximum `ln 20` (`ln V` of a smaller vocabulary). `concentration`:
-`sum_v p(v)^2`. Both are in [0, 1]."""
+"""`entropy`: in nats. `top_entropy`: entropy of the 20 most likely tokens, renormalised, as a share of
+its maximum `ln 20` (`ln V` of a smaller vocabulary). `concentration`: `sum_v p(v)^2`. Both are in [0, 1]."""
 
 NUM_TOP_TOKENS = 20
 """K of EAFT (arXiv 2601.02151). Its paper and Axolotl divide the entropy by `ln 20 = 2.996`, as here; its authors' code
@@ -126,42 +125,9 @@ def loss_and_statistic(
 ) -> tuple[Tensor, Tensor]:
     """Compute losses as `token_loss` does and, from the same blocks of logits, a statistic of each prediction, without
     a graph, both `[N]`. No dual tensors."""
-    if statistic == "entropy":
-        losses = token_loss(hidden, weight, targets, bias, transform=transform, shard=shard)
-        return losses, token_entropy(hidden, weight, bias, transform=transform, shard=shard)
     no_tangents = (None, None, None)
     losses, _, statistics = _TokenLoss.apply(hidden, weight, bias, targets, transform, shard, *no_tangents, statistic)
     return losses, statistics
-
-
-@torch.no_grad()
-def token_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    transform: LogitTransform = PLAIN,
-    shard: VocabularyShard | None = None,
-) -> Tensor:
-    """Compute the entropy in nats of each token's prediction, fp32 (fp64 for fp64 input), `[N]`, without a graph. Takes
-    another matrix multiplication with `weight`; arguments as for `token_loss`, no dual tensors."""
-    rows = _token_rows(weight, shard)
-    entropies = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
-    for start in range(0, len(hidden), size := _block_size(weight)):
-        block = slice(start, start + size)
-        logits = _logits(hidden[block], rows, bias, transform)
-        log_normalizers = torch.logsumexp(logits, dim=-1)
-        log_probabilities = logits.sub_(log_normalizers[:, None])
-        # Not `log_normalizer - mean logit`, which cancels nearly all digits for a likely token.
-        entropy = -log_probabilities.exp().mul_(log_probabilities).sum(-1)
-        del logits, log_probabilities  # free this block before the next one is computed
-        if shard is not None:
-            # Chain rule: the entropy of the choice of a shard, plus the mean entropy within the shards.
-            shard_normalizers, shard_entropies = shard.all_gather(torch.stack([log_normalizers, entropy])).unbind(1)
-            log_shares = shard_normalizers - torch.logsumexp(shard_normalizers, 0)
-            entropy = (log_shares.exp() * (shard_entropies - log_shares)).sum(0)
-        entropies[block] = entropy.clamp_min_(0.0)
-    return entropies
 
 
 def reference_divergence(
@@ -359,9 +325,16 @@ class _ReferenceDivergence(torch.autograd.Function):
 
 
 def _compute_statistic(
-    statistic: PredictionStatistic | None, logits: Tensor, log_normalizers: Tensor, shard: VocabularyShard | None
+    statistic: PredictionStatistic, logits: Tensor, log_normalizers: Tensor, shard: VocabularyShard | None
 ) -> Tensor:
-    """Compute a `PredictionStatistic` other than the entropy, `[block]`."""
+    """Compute a `PredictionStatistic`, `[block]`."""
+    if statistic == "entropy":
+        # Not `log_normalizer - mean logit`, which cancels nearly all digits for a likely token.
+        size = -(-len(logits) // 8)  # an eighth of the block at a time, which needs little memory beside it
+        pairs = zip(logits.split(size), log_normalizers[:, None].split(size), strict=True)
+        log_probabilities = (part - normalizers for part, normalizers in pairs)
+        entropy = torch.cat([-x.exp().mul_(x).sum(-1) for x in log_probabilities])
+        return (entropy if shard is None else shard.all_gather(entropy).sum(0)).clamp_min_(0.0)
     if statistic == "concentration":
         concentration = (logits - log_normalizers[:, None]).exp_().square_().sum(-1)
         return concentration if shard is None else shard.all_gather(concentration).sum(0)

@@ -20,7 +20,6 @@ from vcore_ds.distributed.signals import Stops
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, count_globally
 from vcore_ds.method.objective import Normalization, sequence_shares
-from vcore_ds.models.architecture_check import advise_on_noise
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
@@ -242,7 +241,8 @@ def warn_of_noise(trainer: Trainer, metrics: StepMetrics) -> None:
             f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss: the "
             f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
             f"times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly "
-            f"noise. {advise_on_noise(trainer.engine.module.base.config)}"
+            "noise. Use utility.estimator=jvp, which has no epsilon, or where the architecture has no jvp "
+            "model.precision=fp32."
         )
     elif how_chosen:
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")

@@ -28,7 +28,7 @@ from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import check_model, count_parameters
-from vcore_ds.models.end_tokens import describe_end_tokens
+from vcore_ds.models.model_folder import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory

@@ -14,10 +14,9 @@ from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.sharded_loading import load_sharded, partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.description import read_model
-from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.description import DTYPES, read_model
+from vcore_ds.models.dual_tensors import has_fp8_units
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.lora_linear import has_fp8_units
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.passes import CPU, H100

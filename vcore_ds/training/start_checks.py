@@ -23,9 +23,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.architecture_check import suggest_alternative_to_jvp
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.loading import refuse_failing_code
+from vcore_ds.models.architecture_check import INSTEAD_OF_JVP
+from vcore_ds.models.causal_lm import TokenLossModel, refuse_failing_code
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, describe_tightness
 from vcore_ds.training import console
 from vcore_ds.training.feed import Feed
@@ -226,7 +225,7 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
         raise UserError(
             f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an "
             f"operation without a forward-mode derivative ({first_line(error)})"
-            f"{suggest_alternative_to_jvp(engine.module.base.config)}"
+            f"; {INSTEAD_OF_JVP}"
         ) from None
     difference = abs(measured / expected - 1) if expected else 0.0
     # Adapters may be in fp32 on a model in bf16.
@@ -236,7 +235,7 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
             f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, of which forward-mode "
             f"derivatives are wrong: the loss of a short sequence along its own gradient changes by {measured:.6g}, "
             f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it"
-            f"{suggest_alternative_to_jvp(engine.module.base.config)}"
+            f"; {INSTEAD_OF_JVP}"
         )
     console.note(f"Check of the utilities: forward and reverse mode differ by {difference:.1g} of the derivative")
 

@@ -26,13 +26,15 @@ from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.dual_tensors import (
     LowRank,
     clear_low_rank_tangents,
+    linear_tangent,
+    linear_with_addend,
     make_dual,
     make_dual_if_any,
     read_low_rank_tangent,
     set_low_rank_tangent,
 )
 from vcore_ds.models.experts import EXPERT_WEIGHTS, uses_our_experts
-from vcore_ds.models.lora_linear import BaseLinear, linear_tangent, linear_with_addend
+from vcore_ds.models.lora import BaseLinear
 from vcore_ds.models.pointwise import rotate_by_formula
 from vcore_ds.utility.direction import Direction, ShardGroupGather
 

@@ -50,7 +50,7 @@ from vcore_ds.common.version import __version__
 from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, is_right
 from vcore_ds.data.conversations import check_tokenizer, render_prompt
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.description import DTYPES
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training import evaluation_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult

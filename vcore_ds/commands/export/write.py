@@ -17,8 +17,7 @@ from vcore_ds.engine.checkpoint_shards import checkpoint_name
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.models import model_folder
 from vcore_ds.models.architecture_check import check_model_folder
-from vcore_ds.models.description import read_model
-from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.description import DTYPES, read_model
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, weight_slices
 from vcore_ds.models.model_identity import CARD, identify_base_model, is_hub_id, read_card_metadata

@@ -33,8 +33,8 @@ from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.weights import Tokens, segment_sum
 from vcore_ds.models.architecture_check import check_model
-from vcore_ds.models.loading import DTYPES
-from vcore_ds.models.lora_linear import has_fp8_units
+from vcore_ds.models.description import DTYPES
+from vcore_ds.models.dual_tensors import has_fp8_units
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training import console

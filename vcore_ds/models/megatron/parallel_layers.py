@@ -40,11 +40,11 @@ from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.dual_tensors import (
     LowRank,
     apply_linear_map,
+    linear_tangent,
     make_dual_if_any,
     unpack_parameter,
     unpack_weight,
 )
-from vcore_ds.models.lora_linear import linear_tangent
 from vcore_ds.models.pointwise import gated_silu, rms_norm
 
 with warnings.catch_warnings(), without_compiler():
