@@ -1,6 +1,7 @@
 """Model configurations that training refuses: `check` and `plan` refuse them in the same words."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from transformers import (
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.sections import LoraConfig
+from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig, ParallelConfig
 from vcore_ds.models import architecture_check
-from vcore_ds.models.architecture_check import check_architecture, check_estimator
+from vcore_ds.models.architecture_check import check_configuration, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.description import read_model
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.run import train
 
 SIZES = dict(
@@ -68,40 +69,35 @@ def save_config(config: PretrainedConfig, folder: Path) -> str:
     return str(folder)
 
 
-def check(config: PretrainedConfig, folder: Path, **recipe: Any) -> None:
-    path = save_config(config, folder)
-    check_architecture(path, read_model(path).config, **recipe)
+SFT = {"method": MethodConfig(name="sft")}
 
 
-@pytest.mark.parametrize(
-    "config, lora",
-    [
-        (DENSE, None),
-        (DENSE, LoraConfig(rank=2, alpha=4, dropout=0.1)),
-        (MOE, None),
-        (MOE, LoraConfig(rank=2, alpha=4)),
-    ],
-    ids=["dense full", "dense lora", "moe full", "moe lora"],
-)
-def test_a_model_that_can_be_trained_passes(config: PretrainedConfig, lora: LoraConfig | None, tmp_path: Path) -> None:
-    check(config, tmp_path, attention="auto", lora=lora, estimator="jvp")
+def check(config: PretrainedConfig, folder: Path, **changes: Any) -> None:
+    """Check a configuration with a recipe; `changes`: of its sections."""
+    settings = derive_plan_settings(load_recipe(RECIPE, [f"model.path={save_config(config, folder)}"]))
+    check_configuration(replace(settings, **changes))
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_model_that_can_be_trained_passes(config: PretrainedConfig, tmp_path: Path) -> None:
+    for lora in (None, LoraConfig(rank=2, alpha=4, dropout=0.1)):
+        check(config, tmp_path, lora=lora)
 
 
 def test_experts_that_cannot_be_sharded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense model passes here: the batch plan refuses it without building the model."""
-    options: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
-    check(MOE, tmp_path, **options)
+    in_groups = {"parallel": ParallelConfig(expert=2)}
+    check(MOE, tmp_path, **in_groups)
     monkeypatch.setattr(architecture_check, "can_replace_experts", lambda module: False)
     with pytest.raises(UserError, match="parallel.expert: found 2 .*whose experts do not use .*; expected 1"):
-        check(MOE, tmp_path, **options)
-    check(MOE, tmp_path, **{**options, "expert": 1})
-    check(DENSE, tmp_path, **options)
+        check(MOE, tmp_path, **in_groups)
+    check(MOE, tmp_path)
+    check(DENSE, tmp_path, **in_groups)
 
 
 def test_unknown_names_of_adapted_layers_are_refused(tmp_path: Path) -> None:
-    lora = LoraConfig(rank=2, alpha=4, target_modules=("wqkv",))
     with pytest.raises(UserError, match="lora.target_modules: found wqkv"):
-        check(DENSE, tmp_path, attention="auto", lora=lora, estimator=None)
+        check(DENSE, tmp_path, lora=LoraConfig(rank=2, alpha=4, target_modules=("wqkv",)))
 
 
 def test_an_attention_that_cannot_replace_the_models_is_refused(
@@ -115,17 +111,18 @@ def test_an_attention_that_cannot_replace_the_models_is_refused(
 
     monkeypatch.setitem(AttentionInterface._global_mapping, TRAINING_ATTENTION, fail)
     with pytest.raises(UserError, match="uses what ours does not know"):
-        check(MOE, tmp_path, attention="auto", lora=None, estimator=None)
-    check(MOE, tmp_path, attention="eager", lora=None, estimator=None)
+        check(MOE, tmp_path)
+    check(MOE, tmp_path, **SFT, model=ModelConfig(path=str(tmp_path), attention="eager"))
     raised = NotImplementedError("no meta form")
-    check(MOE, tmp_path, attention="auto", lora=None, estimator=None)
+    check(MOE, tmp_path)
 
 
 def test_adapters_are_refused_where_embeddings_change_in_place(tmp_path: Path) -> None:
     config = CTRLConfig(n_embd=16, dff=32, n_layer=1, n_head=2, vocab_size=64)
-    check(config, tmp_path, attention="auto", lora=None, estimator=None)
+    options = {**SFT, "model": ModelConfig(path=str(tmp_path))}
+    check(config, tmp_path, **options)
     with pytest.raises(UserError, match="lora: found adapters .*CTRLLMHeadModel.*in place.*expected null"):
-        check(config, tmp_path, attention="auto", lora=LoraConfig(rank=2, alpha=4), estimator=None)
+        check(config, tmp_path, **options, lora=LoraConfig(rank=2, alpha=4))
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

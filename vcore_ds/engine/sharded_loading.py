@@ -1,6 +1,6 @@
 """Loading a pretrained model directly into ZeRO-3 shards: each rank reads only the bytes of its shards.
 
-Weights that cannot be read by range (converted, quantized or pickled ones) are read by rank 0, which broadcasts them
+Weights that cannot be read by range (converted or quantized ones) are read by rank 0, which broadcasts them
 parameter by parameter, as in transformers.
 
 Of tensor-parallel layers each rank reads the ZeRO-3 shard of its tensor-parallel shard. Adjacent rows of a weight are

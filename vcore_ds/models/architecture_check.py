@@ -47,33 +47,6 @@ INSTEAD_OF_JVP = (
 """End of messages that refuse `jvp` for an architecture."""
 
 
-def check_architecture(
-    path: str,
-    config: PretrainedConfig,
-    *,
-    attention: str,
-    lora: LoraConfig | None,
-    estimator: Estimator | None,
-    expert: int = 1,
-) -> None:
-    """Raise UserError if training would refuse the architecture; takes seconds for large models. `path`: for messages;
-    `attention`: `model.attention` of the recipe; `lora`: None for full fine-tuning; `estimator`: None for a method
-    without utilities; `expert`: expert-parallel size."""
-    if estimator is not None:
-        check_estimator(path, config, estimator)
-    base = build_empty_model(path, config, attention=resolve_attention(config, attention))
-    # The batch plan refuses dense models, and numbers of experts that `expert` does not divide.
-    if expert > 1 and _has_routing(config) and not any(can_replace_experts(module) for module in base.modules()):
-        raise UserError(
-            f"parallel.expert: found {expert} together with model.path {path} "
-            f"({find_causal_lm_class(config).__name__}), whose experts do not use transformers' experts interface, so "
-            "they cannot be divided among ranks; expected 1"
-        )
-    with torch.device("meta"):
-        model = TokenLossModel(base if lora is None else add_lora(base, lora))
-    _call_decoder(path, model)
-
-
 def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
     """Raise UserError if the estimator does not support this architecture, with an alternative."""
     if estimator == "finite_difference" and _has_routing(config):
@@ -179,7 +152,8 @@ def check_model(settings: PlanSettings) -> None:
 
 
 def check_configuration(settings: PlanSettings) -> None:
-    """Raise UserError if training with these settings does not support the model's configuration.
+    """Raise UserError if training with these settings does not support the model's configuration; takes seconds for
+    large models.
 
     A model that is not on this machine passes: `vcore-ds check` does not need it, and in a run the first rank downloads
     it.
@@ -195,17 +169,21 @@ def check_configuration(settings: PlanSettings) -> None:
 
         transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[model.precision])
         return
-    check_architecture(
-        path,
-        config,
-        attention=model.attention,
-        lora=settings.lora,
-        estimator=settings.estimator,
-        expert=settings.parallel.expert,
-    )
-    causal_lm = find_causal_lm_class(config)
-    if model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
+    if settings.estimator is not None:
+        check_estimator(path, config, settings.estimator)
+    class_name, expert = find_causal_lm_class(config).__name__, settings.parallel.expert
+    if model.gradient_checkpointing and not find_causal_lm_class(config).supports_gradient_checkpointing:
         raise UserError(
-            f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), whose "
-            "layers cannot be recomputed; expected false"
+            f"model.gradient_checkpointing: found true together with model.path {path} ({class_name}), whose layers "
+            "cannot be recomputed; expected false"
         )
+    base = build_empty_model(path, config, attention=resolve_attention(config, model.attention))
+    # The batch plan refuses dense models, and numbers of experts that `expert` does not divide.
+    if expert > 1 and _has_routing(config) and not any(can_replace_experts(module) for module in base.modules()):
+        raise UserError(
+            f"parallel.expert: found {expert} together with model.path {path} ({class_name}), whose experts do not use "
+            "transformers' experts interface, so they cannot be divided among ranks; expected 1"
+        )
+    with torch.device("meta"):
+        adapted = TokenLossModel(base if settings.lora is None else add_lora(base, settings.lora))
+    _call_decoder(path, adapted)

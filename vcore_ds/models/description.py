@@ -29,7 +29,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from vcore_ds.common.errors import UserError, first_line, last_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header, read_weight_map
+from vcore_ds.models.safetensors_ranges import StoredTensor, read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, QWEN3_32B, read_config_file
 from vcore_ds.planning.model_shape import (
     ATTENTION_LAYERS,
@@ -80,11 +80,9 @@ class ModelDescription:
         Reading it raises UserError for files that are missing, damaged or of another model."""
         stored: dict[str, StoredTensor] = {}
         files, names = self._find_files()
-        for file in files:  # in transformers' order, where the later of two tensors of one name counts
-            try:
+        with refuse_unreadable_model(self.path):
+            for file in files:  # in transformers' order, where the later of two tensors of one name counts
                 stored |= read_header(file)
-            except (BadSafetensors, FileNotFoundError) as error:
-                raise UserError(f"model.path: {self.path}: {file.name}: {error}; is the download complete?") from None
         if missing := sorted(names - stored.keys()):
             raise UserError(
                 f"model.path: {self.path}: {SAFE_WEIGHTS_INDEX_NAME} names {missing[0]}, which is in none of its files "

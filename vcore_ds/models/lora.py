@@ -48,40 +48,31 @@ def find_targets(model: PreTrainedModel, names: str | Sequence[str]) -> tuple[li
 
     Experts are parameters: in memory they are not linear layers, but tensors `[expert, ., .]` of a module `experts`.
 
-    Raises UserError for a name without a matching layer, which peft ignores if another name matches, and for layers
-    other than linear ones and experts, whose adapters could not be exported.
+    Raises UserError for a name without a matching linear layer or experts: peft ignores it if another name matches, and
+    adapters of other layers could not be exported.
     """
     layers: list[str] = []
     parameters: dict[str, None] = {}
     outside = re.compile(_match_outside_decoder(model) or "(?!)")
     modules = [(name, module) for name, module in model.named_modules() if not outside.fullmatch(name)]
-    unknown = []
     for target in [names] if isinstance(names, str) else names:
         if target == ALL_LINEAR:
             layers += _find_linear_layers(model)
             continue
         matches = [module for name, module in modules if _is_targeted(name, [target])]
         stacked = {f"{target}.{name}": None for module in matches for name in _list_expert_parameters(module)}
-        other = next((m for m in matches if not stacked and not isinstance(m, (nn.Linear, Conv1D))), None)
-        if other is not None:
-            raise UserError(
-                f"lora.target_modules: found {target}, which is a {type(other).__name__}; expected all-linear, or "
-                "names of linear layers or experts"
-            )
-        if not matches:
-            unknown.append(target)
-        elif stacked:
+        if stacked:
             parameters |= stacked
-        else:
+        elif matches and all(isinstance(module, nn.Linear | Conv1D) for module in matches):
             layers.append(target)
-    if unknown:
-        linear = {name.rpartition(".")[2]: None for name, layer in modules if isinstance(layer, nn.Linear)}
-        if any(name.endswith(f".{EXPERTS}") and _list_expert_parameters(module) for name, module in modules):
-            linear[EXPERTS] = None
-        raise UserError(
-            f"lora.target_modules: found {', '.join(unknown)}, without a matching layer in the model; expected "
-            f"all-linear, or names of layers, such as {', '.join(linear)}"
-        )
+        else:
+            linear = {name.rpartition(".")[2]: None for name, layer in modules if isinstance(layer, nn.Linear)}
+            if any(name.endswith(f".{EXPERTS}") and _list_expert_parameters(module) for name, module in modules):
+                linear[EXPERTS] = None
+            raise UserError(
+                f"lora.target_modules: found {target}, without a matching layer in the model; expected all-linear, or "
+                f"names of linear layers or experts, such as {', '.join(linear)}"
+            )
     return layers, list(parameters)
 
 
@@ -274,9 +265,9 @@ def find_adapters(adapted: PeftModel) -> dict[str, Adapter]:
 
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
-    """Load a trained adapter onto the model for inference, with the forward of training ; in place.
-    `base`: path of the model, for messages. Raises UserError if the adapter cannot be read, or its layers or their
-    sizes are not those of this model."""
+    """Load a trained adapter onto the model for inference, with the forward of training; in place. `base`: path of the
+    model, for messages. Raises UserError if the adapter cannot be read, or its layers or their sizes are not those of
+    this model."""
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
             config = peft.LoraConfig.from_pretrained(str(folder))
@@ -284,28 +275,17 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
             with keep_layer_names():
                 adapted = PeftModel.from_pretrained(model, str(folder), config=config)
             with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
-                stored = set(file.keys())
-        except FileNotFoundError:
-            raise UserError(
-                f"adapter: {folder}: found no {SAFETENSORS_WEIGHTS_NAME}; expected the weights of an adapter"
-            ) from None
+                differing = sorted(set(file.keys()) ^ set(get_peft_model_state_dict(adapted)))
+            if differing:
+                raise ValueError(f"{differing[0]} is in one of them only")
         except (RuntimeError, ValueError) as error:
-            reason = first_line(error)
-            if isinstance(error, RuntimeError) and "size mismatch" in str(error):
-                reason = next(line.strip() for line in str(error).splitlines() if "size mismatch" in line)
-            raise UserError(_describe_wrong_base(folder, base, reason)) from None
-    differing = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
-    if differing:
-        raise UserError(_describe_wrong_base(folder, base, f"{differing[0]} is in one of them only"))
+            mismatches = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+            raise UserError(
+                f"adapter: {folder}: does not fit the model {base}: {(mismatches or [first_line(error)])[0]:.300}; "
+                "expected an adapter of this model. Name the model that it was trained from"
+            ) from None
     round_adapters_once(adapted)
     return adapted
-
-
-def _describe_wrong_base(folder: Path, base: str, reason: str) -> str:
-    return (
-        f"adapter: {folder}: does not fit the model {base}: {reason:.300}; expected an adapter of this model. "
-        "Name the model that it was trained from"
-    )
 
 
 # Layers that round once.

@@ -20,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from vcore_ds.common import digests
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
-from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header, read_weight_map
+from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
 CARD = "README.md"
@@ -144,9 +144,6 @@ def _read_weights_name(folder: Path) -> str:
 
 def _iter_samples(file: Path, size: int) -> Iterator[bytes]:
     """Yield a file's list of tensors, and bytes at positions derived from it."""
-    try:
-        tensors = read_header(file)
-    except BadSafetensors:
-        tensors = {}  # loading the model reports it
+    tensors = read_header(file)
     yield repr([(name, *tensor[1:]) for name, tensor in tensors.items()]).encode()
     yield from digests.read_samples(file, size, {0} | {tensor.offset for tensor in tensors.values()})

@@ -38,10 +38,6 @@ DTYPES = {
 """Dtypes that can be read. Quantized formats use others, which may occur in headers."""
 
 
-class BadSafetensors(ValueError):
-    """Not a safetensors file, or a truncated one; the message completes "FILE: ..."."""
-
-
 class StoredTensor(NamedTuple):
     """Position of a tensor in a file."""
 
@@ -65,14 +61,16 @@ class ReadRequest(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the positions of a file's tensors, by name. Raises OSError; BadSafetensors if the library refuses the file,
-    as one that is not complete."""
+    """Read the positions of a file's tensors, by name. Raises OSError; UserError if the library refuses the file, as
+    one that is not complete."""
     try:
         with safe_open(path, framework="pt"):  # checks the header against the file, but tells no positions
             pass
     except SafetensorError as error:
-        reason = last_line(error).removeprefix("Error while deserializing header: ")
-        raise BadSafetensors(f"not a complete safetensors file ({reason})") from None
+        raise UserError(
+            f"model.path: {path.parent}: {path.name}: not a complete safetensors file ({last_line(error)}); is the "
+            "download complete?"
+        ) from None
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
@@ -107,7 +105,7 @@ def read_ranges(requests: Iterable[ReadRequest], progress: Callable[[int], None]
     """Read the ranges, ordered by file and offset, in windows of at most `WINDOW_BYTES`, and pass the number of bytes
     of each to `progress`. Raises OSError if a file cannot be read, or was truncated since its header was read."""
     ordered = sorted(requests, key=lambda item: (item.stored.file, item.stored.offset, item.start))
-    buffer: Tensor | None = None
+    buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
     for path, group in itertools.groupby(ordered, key=lambda item: item.stored.file):
         with path.open("rb", buffering=0) as file:
             for stored, start, target in group:
@@ -115,16 +113,11 @@ def read_ranges(requests: Iterable[ReadRequest], progress: Callable[[int], None]
                 in_place = target.dtype == dtype and target.device.type == "cpu"
                 offset = stored.offset + start * dtype.itemsize
                 for window in target.split(WINDOW_BYTES // dtype.itemsize) if len(target) else ():
-                    if in_place:
-                        read = window
-                    else:
-                        if buffer is None:
-                            buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-                        read = buffer[: len(window) * dtype.itemsize].view(dtype)
+                    read = window if in_place else buffer[: len(window) * dtype.itemsize].view(dtype)
                     _read(file.fileno(), path, offset, read)
-                    offset += read.nbytes
                     if not in_place:
                         window.copy_(read)
+                    offset += read.nbytes
                     progress(read.nbytes)
 
 

@@ -216,15 +216,14 @@ class _TokenLoss(torch.autograd.Function):
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
-        d_losses = torch.zeros_like(losses)
-        statistics = None if statistic is None else torch.empty_like(losses)
+        d_losses, statistics = torch.zeros_like(losses), torch.empty_like(losses)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
             logits = _logits(hidden[block], rows, bias, transform)
             log_normalizers[block], target_logits = _normalizers_and_targets(logits, targets[block], shard)
             losses[block] = log_normalizers[block] - target_logits
-            if statistics is not None:
+            if statistic is not None:
                 statistics[block] = _compute_statistic(statistic, logits, log_normalizers[block], shard)
             if has_tangent or hidden_gradient is not None:
                 d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
@@ -250,8 +249,8 @@ class _TokenLoss(torch.autograd.Function):
         if has_tangent and shard is not None:
             d_losses = shard.all_gather(d_losses).sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, hidden_gradient)
-        ctx.mark_non_differentiable(d_losses, *([] if statistics is None else [statistics]))
-        return losses, d_losses if has_tangent else None, statistics
+        ctx.mark_non_differentiable(d_losses, statistics)
+        return losses, d_losses if has_tangent else None, None if statistic is None else statistics
 
     @staticmethod
     def backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
