@@ -11,7 +11,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
-    CTRLConfig,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -115,14 +114,6 @@ def test_an_attention_that_cannot_replace_the_models_is_refused(
     check(MOE, tmp_path, **SFT, model=ModelConfig(path=str(tmp_path), attention="eager"))
     raised = NotImplementedError("no meta form")
     check(MOE, tmp_path)
-
-
-def test_adapters_are_refused_where_embeddings_change_in_place(tmp_path: Path) -> None:
-    config = CTRLConfig(n_embd=16, dff=32, n_layer=1, n_head=2, vocab_size=64)
-    options = {**SFT, "model": ModelConfig(path=str(tmp_path))}
-    check(config, tmp_path, **options)
-    with pytest.raises(UserError, match="lora: found adapters .*CTRLLMHeadModel.*in place.*expected null"):
-        check(config, tmp_path, **options, lora=LoraConfig(rank=2, alpha=4))
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.description import (
     DTYPES,
-    ModelDescription,
     build_empty_model,
     can_replace_attention,
     find_causal_lm_class,
@@ -62,12 +61,9 @@ def _has_routing(config: PretrainedConfig) -> bool:
     return is_moe(config.get_text_config().to_dict())
 
 
-def _call_decoder(path: str, model: TokenLossModel) -> None:
-    """Call the decoder once on the meta device.
-
-    Our attention raises UserError if it cannot replace the architecture's; autograd raises if the architecture changes
-    its embeddings in place, since with adapters they require a gradient.
-    """
+def _call_decoder(model: TokenLossModel) -> None:
+    """Call the decoder once on the meta device: our attention raises UserError if it cannot replace the
+    architecture's."""
     model.eval()  # without dropout, which needs the keys of a batch
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
     is_ours = model.base.config.get_text_config()._attn_implementation == TRAINING_ATTENTION
@@ -76,35 +72,26 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
         model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
     except UserError:
         raise
-    except Exception as error:  # any class: architectures may use operations that the meta device does not support
-        if "leaf Variable" in str(error):
-            raise UserError(
-                f"lora: found adapters together with model.path {path} ({type(model.base).__name__}), which changes "
-                "its embeddings in place, so that no gradient reaches them; expected null (lora=null), or another model"
-            ) from None
+    except Exception:  # any class: architectures may use operations that the meta device does not support
+        return
 
 
 def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
-    """Count all and trained parameters of a model, or of a rank's shard in a tensor-parallel group of `tensor` ranks.
-    With `lora`, only the adapters are trained. Zeros if the model cannot be read, which other checks report."""
+    """Count all and trained parameters of a model, or of the first rank's shard in a tensor-parallel group of `tensor`
+    ranks, which no other rank's exceeds. With `lora`, only the adapters are trained. Zeros if the model cannot be read,
+    which other checks report."""
     try:
+        description = read_model(path)
+        freeze_towers(description.empty)
+        model: nn.Module = description.empty if lora is None else build_empty_adapted_model(path, lora)
+        weights = dict(model.named_parameters())
         if tensor > 1:
-            return _count_tensor_shard(read_model(path), tensor)
-        if lora is None:
-            freeze_towers(read_model(path).empty)
-        model: nn.Module = read_model(path).empty if lora is None else build_empty_adapted_model(path, lora)
+            slices = weight_slices(description.config, rank=0, size=tensor)
+            weights = {name: piece.take(weights[piece.name]) for name, piece in slices.items()}
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(weight.numel(), weight.requires_grad) for weight in weights.values()]
     return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
-
-
-def _count_tensor_shard(description: ModelDescription, tensor: int) -> ParameterCounts:
-    """Count the parameters of the first rank of a tensor-parallel group, which no other rank exceeds."""
-    weights = dict(description.empty.named_parameters())
-    slices = weight_slices(description.config, rank=0, size=tensor).values()
-    number = sum(piece.take(weights[piece.name]).numel() for piece in slices)
-    return ParameterCounts(number, number)
 
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
@@ -186,4 +173,4 @@ def check_configuration(settings: PlanSettings) -> None:
         )
     with torch.device("meta"):
         adapted = TokenLossModel(base if settings.lora is None else add_lora(base, settings.lora))
-    _call_decoder(path, adapted)
+    _call_decoder(adapted)

@@ -65,15 +65,6 @@ class SequenceLayout:
         """Whether each row is one sequence."""
         return all(len(row) == 1 for row in self.lengths)
 
-    def split_into_chunks(self, num_tokens: int) -> "SequenceLayout":
-        """Cut sequences into chunks that do not see each other (Llama 4)."""
-        if self.max_seqlen <= num_tokens:
-            return self
-        lengths = [
-            [min(num_tokens, n - start) for n in row for start in range(0, n, num_tokens)] for row in self.lengths
-        ]
-        return SequenceLayout.from_lengths(lengths, self.sequence_parallel, self.cu_seqlens.device)
-
     def iter_sequences(self) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of each sequence, or of the entire batch if it is unpacked."""
         if self.is_unpacked:
@@ -95,9 +86,6 @@ OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
 # Largest head dimensions of `flash_tangent`, whose accumulators have to fit into the registers, and of PyTorch's.
 MAX_KERNEL_HEAD_DIM = MAX_FLASH_HEAD_DIM = 256
 
-FLASH_WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""GPUs on which its backward supports heads of 200 to 224 dimensions."""
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -108,20 +96,15 @@ class Scoring:
     softcap: float | None = None  # scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2); None for none
 
 
-AttentionInputs = Sequence[Tensor | None]
+AttentionInputs = Sequence[Any]
 """Query `[b, A, T, D]`, key and value `[b, K, T, D]`, and attention sinks `[A]`: either their values, where None means
 no sinks, or their tangents, where None means zero."""
 
 Attend = Callable[[AttentionInputs, AttentionInputs, SequenceLayout, Scoring], tuple[Tensor, Tensor | None]]
 """Maps values and tangents to the output `[b, A, T, D]` and its tangent, None if all tangents are None."""
 
-# Arguments of some architectures (Inkling, MiniMax-M3). Ignoring them would be a silent error.
-_UNSUPPORTED_ARGUMENTS = {
-    "position_bias": "adds a bias of positions to its scores",
-    "sinks": "has sinks of another kind",
-    "indices": "selects the keys of each query",
-    "block_indices": "selects the keys of each query",
-}
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "sinks", "indices", "block_indices")
+"""Arguments of some architectures (Inkling, MiniMax-M3). Ignoring them would be a silent error."""
 
 
 def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
@@ -143,15 +126,15 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         sequence_layout: SequenceLayout | None = None,
         **others: object,
     ) -> tuple[Tensor, None]:
-        ignored = next((words for name, words in _UNSUPPORTED_ARGUMENTS.items() if others.get(name) is not None), None)
-        if attention_mask is not None or sequence_layout is None or ignored is not None:
-            no_layout = "does not pass the decoder's keyword arguments on to its attention"
-            reason = ignored or (no_layout if attention_mask is None else "builds its own attention mask")
+        unknown = [name for name in _UNSUPPORTED_ARGUMENTS if others.get(name) is not None]
+        if attention_mask is not None or sequence_layout is None or unknown:
+            reason = "builds its own attention mask" if attention_mask is not None else f"computes with {', '.join(unknown)}"
+            if sequence_layout is None:
+                reason = "does not pass the decoder's keyword arguments on to its attention"
             raise UserError(
                 f"model.path: {type(module).__name__} {reason}, so its attention cannot be replaced; expected "
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
-        sequence_layout = _find_layer_layout(module, sequence_layout)
         k, value_dim = sequence_layout.sequence_parallel, value.shape[-1]
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
         unpacked = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
@@ -175,14 +158,6 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
     return attention
 
 
-def _find_layer_layout(module: Any, layout: SequenceLayout) -> SequenceLayout:
-    """Return the layout of chunks for a layer with chunked attention (Llama 4), which gets no argument for it."""
-    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
-        return layout
-    return layout.split_into_chunks(module.config.attention_chunk_size)
-
-
 def _pad_head_dim(tensor: Tensor, dim: int) -> Tensor:
     """Pad heads with zeros to `dim` dimensions, so that one exchange moves queries, keys and values, and the flash
     kernel takes them: multi-head latent attention (DeepSeek) has smaller values."""
@@ -201,7 +176,6 @@ def attend_with_graph(
 def causal_attention(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> Tensor:
     """Compute attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
-    assert query is not None and key is not None and value is not None
     if _can_use_flash(query, scoring):
         return _attend_on_gpu(primals, layout, scoring)[0]
     (output,) = apply_per_sequence(lambda q, k, v: (_attend(q, k, v, sinks, scoring),), (query, key, value), layout)
@@ -212,17 +186,14 @@ def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
     """Whether PyTorch's variable-length flash kernel supports this: it has no softcap, and unlike
     `scaled_dot_product_attention` does not pad heads."""
     head_dim, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    fits = head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
-    if not (query.is_cuda and is_half and fits and scoring.softcap is None):
-        return False
-    # Its backward refuses these sizes where a block of threads has 99 KiB of shared memory.
-    return not 192 < head_dim <= 224 or torch.cuda.get_device_capability(query.device) in FLASH_WIDE_CAPABILITIES
+    # Where a block of threads has 99 KiB of shared memory, its backward refuses 200 to 224 dimensions.
+    fits = head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM and not 192 < head_dim <= 224
+    return query.is_cuda and is_half and fits and scoring.softcap is None
 
 
 def _attend_on_gpu(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Attention by the flash kernel, differentiable: output `[b, A, T, D]` and log-sum-exp `[b, A, T]`."""
     query, key, value, sinks = primals
-    assert query is not None and key is not None and value is not None
     if not SUPPORTS_GQA:
         key, value = _repeat_kv_heads(query, key, value)
     select_flash_version(query.device, query.shape[-1])
@@ -268,7 +239,6 @@ def attend_with_tangents(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of forward-mode (JVP) passes without a gradient: the Triton kernel where it applies, else in blocks."""
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
-    assert query is not None and key is not None and value is not None
     if scoring.softcap is not None:
         duals = [x if x is None or dx is None else make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
         return forward_ad.unpack_dual(causal_attention(duals, layout, scoring))
@@ -303,7 +273,6 @@ def _run_triton(
     from vcore_ds.models.flash_tangent import flash_tangent  # needs Triton
 
     (query, key, value, sink), (*d_qkv, d_sink) = primals, tangents
-    assert query is not None and key is not None and value is not None
     output, d_output, _ = flash_tangent(
         query,
         key,
@@ -359,7 +328,6 @@ def attend_with_graph_and_tangents(
     if all(tangent is None for tangent in tangents):
         return attend_with_graph(primals, tangents, layout, scoring)
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
-    assert query is not None and key is not None and value is not None
     detached = [None if x is None else x.detach() for x in primals]
     if _can_use_flash(query, scoring) and _can_use_triton(query):
         output, log_sum_exp = _attend_on_gpu(primals, layout, scoring)

@@ -26,8 +26,10 @@ from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.pointwise import use_formulas
 from vcore_ds.models.stored_weights import check_nothing_is_missing
 from vcore_ds.models.token_loss import (
+    PLAIN,
     LogitTransform,
     PredictionStatistic,
+    VocabularyShard,
     compute_raw_logits,
     loss_and_statistic,
     reference_divergence,
@@ -94,12 +96,17 @@ class TokenLossHead(nn.Module):
     reads_low_rank_tangents = True
     """See `forward_mode`: the forward takes its weights' tangents by `read_low_rank_tangent`."""
 
-    def __init__(self, output_embedding: nn.Linear, transform: LogitTransform):
-        """Take over the parameters of `output_embedding`."""
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        transform: LogitTransform = PLAIN,
+        shard: VocabularyShard | None = None,
+    ):
+        """`weight`, `bias`: of the output embedding; with a `shard`, of a rank of a tensor-parallel group."""
         super().__init__()
-        self.weight = output_embedding.weight
-        self.bias = output_embedding.bias
-        self._transform = transform
+        self.weight, self.bias = weight, bias
+        self._transform, self._shard = transform, shard
 
     def forward(
         self,
@@ -111,14 +118,18 @@ class TokenLossHead(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`; with a `statistic`, also that of the
         predictions, `[N]`, with `reference_hidden [N, H]` also the divergences of `reference_divergence`, `[N]`.
-        Without targets, compute raw logits `[..., V]` in the precision of the loss, for the architecture's forward."""
+        Without targets, compute raw logits `[..., V]` in the precision of the loss, for the architecture's forward.
+
+        With a shard a collective, with the same result on all ranks; the gradient of `hidden` is the rank's term, to be
+        summed over them."""
         if targets is None:
             return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         weight, bias = self.weight, self.bias
+        options: dict[str, Any] = {"transform": self._transform, "shard": self._shard}
         if statistic is not None:
-            return loss_and_statistic(hidden, weight, targets, statistic, bias, transform=self._transform)
+            return loss_and_statistic(hidden, weight, targets, statistic, bias, **options)
         tangent = read_low_rank_tangent(self, "weight")
-        losses = token_loss(hidden, weight, targets, bias, transform=self._transform, weight_tangent=tangent)
+        losses = token_loss(hidden, weight, targets, bias, **options, weight_tangent=tangent)
         if reference_hidden is None:
             return losses
         return losses, reference_divergence(hidden, weight, reference_hidden, bias, transform=self._transform)
@@ -146,7 +157,7 @@ class TokenLossModel(nn.Module):
                 f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear "
                 "layer (LoRA on the output embedding is not supported)"
             )
-        base.set_output_embeddings(TokenLossHead(head, read_logit_transform(base.config)))
+        base.set_output_embeddings(TokenLossHead(head.weight, head.bias, read_logit_transform(base.config)))
 
     @property
     def base(self) -> PreTrainedModel:

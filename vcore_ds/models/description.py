@@ -233,8 +233,8 @@ def find_causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 def can_replace_attention(config: PretrainedConfig) -> bool:
     """Whether the architecture's attention can be replaced by that of `vcore_ds.models.attention`.
 
-    It must look up its attention function by name, and use only causal masks, sliding windows and chunks, no sparse
-    attention with masks computed from the data.
+    It must look up its attention function by name, and use only causal masks and sliding windows, no chunks and no
+    sparse attention with masks computed from the data.
     """
     causal_lm = find_causal_lm_class(config)
     # Hybrids of attention and recurrences look up names without setting `_supports_attention_backend`.
@@ -242,7 +242,7 @@ def can_replace_attention(config: PretrainedConfig) -> bool:
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS | {"chunked_attention"}
+    return finds_by_name and set(layer_types) <= ATTENTION_LAYERS | OTHER_LAYERS
 
 
 def resolve_attention(config: PretrainedConfig, attention: str) -> str:

@@ -18,7 +18,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
-from vcore_ds.models.dual_tensors import read_low_rank_tangent
+from vcore_ds.models.causal_lm import TokenLossHead
 from vcore_ds.models.megatron.parallel_layers import (
     ColumnLinears,
     DecoderLayer,
@@ -29,7 +29,7 @@ from vcore_ds.models.megatron.parallel_layers import (
     gather_tokens,
 )
 from vcore_ds.models.megatron.weight_slices import head_dim, padded_vocabulary
-from vcore_ds.models.token_loss import PredictionStatistic, VocabularyShard, loss_and_statistic, token_loss
+from vcore_ds.models.token_loss import PredictionStatistic, VocabularyShard
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with RMSNorm before attention and MLP, rotary positions and a gated MLP."""
@@ -85,36 +85,6 @@ def _check_architecture(path: str, config: PretrainedConfig) -> None:
             raise UserError(f"{conflict} with {key} {found}; expected {', '.join(map(str, expected))}, or huggingface")
 
 
-class ParallelTokenLossHead(nn.Module):
-    """The counterpart of `vcore_ds.models.causal_lm.TokenLossHead` with this rank's vocabulary shard of the output
-    embedding."""
-
-    reads_low_rank_tangents = True
-
-    def __init__(self, weight: nn.Parameter, num_rows: int, vocabulary: int):
-        """`weight`: `[num_rows, H]`, or its ZeRO-3 shard; `num_rows`: on each rank, including padding; `vocabulary`:
-        vocabulary size."""
-        super().__init__()
-        self.weight = weight
-        first = layout.rank("tensor") * num_rows
-        num_tokens = min(num_rows, vocabulary - first)
-        self._shard = VocabularyShard(first, num_tokens, lambda local: layout.all_gather("tensor", local))
-
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        statistic: PredictionStatistic | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks, as `TokenLossHead` does.
-        A collective. The gradient of `hidden` is the rank's term, to be summed over the ranks."""
-        if statistic is not None:
-            return loss_and_statistic(hidden, self.weight, targets, statistic, shard=self._shard)
-        tangent = read_low_rank_tangent(self, "weight")
-        return token_loss(hidden, self.weight, targets, shard=self._shard, weight_tangent=tangent)
-
-
 class ParallelTokenLossModel(nn.Module):
     """A decoder whose layers are sharded over a tensor-parallel group; `forward` returns the loss of each supervised
     token, the same on all ranks.
@@ -155,12 +125,15 @@ class ParallelTokenLossModel(nn.Module):
         weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
             weight = ColumnLinears(megatron_config, megatron_config.hidden_size, {"head": num_rows}).head
-        self.lm_head = ParallelTokenLossHead(weight, num_rows // tensor, config.vocab_size)
+        first = layout.rank("tensor") * (num_rows // tensor)
+        num_tokens = min(num_rows // tensor, config.vocab_size - first)
+        shard = VocabularyShard(first, num_tokens, lambda local: layout.all_gather("tensor", local))
+        self.lm_head = TokenLossHead(weight, None, shard=shard)
         if gradient_checkpointing:
             for layer in layers:
                 layer.checkpoint_activations()
         for module in self.modules():
-            if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | ParallelTokenLossHead):
+            if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | TokenLossHead):
                 for parameter in module.parameters(recurse=False):
                     parameter.tensor_model_parallel = True  # type: ignore[union-attr]  # megatron's and DeepSpeed's
 
