@@ -45,7 +45,7 @@ BOUND = 1e-5
 """Largest relative error in fp32 of a model that counts as right."""
 
 MIN_RANK_CORRELATION = 0.99
-"""Smallest Spearman correlation of finite differences in fp32 that counts as right; the page's bound for bf16."""
+"""Smallest Spearman correlation of finite differences that counts as right."""
 
 LONGEST = 24
 """Number of tokens of the longest sequence."""
@@ -80,8 +80,8 @@ class ModelResult:
         def is_beyond(name: str, value: float) -> bool:
             return not (value >= MIN_RANK_CORRELATION if name.endswith("rank") else value <= bound)
 
-        in_fp32 = {name: value for name, value in self.numbers.items() if not name.startswith(("plain", "bf16"))}
-        return {name: value for name, value in in_fp32.items() if is_beyond(name, value)}
+        ours = {name: value for name, value in self.numbers.items() if not name.startswith("plain")}
+        return {name: value for name, value in ours.items() if is_beyond(name, value)}
 
     @property
     def verdict(self) -> str:
@@ -98,8 +98,8 @@ class ModelResult:
     @property
     def worst(self) -> float:
         """Largest relative error in fp32."""
-        in_fp32 = [x for n, x in self.numbers.items() if not n.startswith(("bf16", "plain")) and not n.endswith("rank")]
-        return max(in_fp32, default=float("nan"))
+        errors = [x for n, x in self.numbers.items() if not n.startswith("plain") and not n.endswith("rank")]
+        return max(errors, default=float("nan"))
 
 
 def draw_texts(num: int, seed: int, longest: int = LONGEST) -> list[Text]:
@@ -221,7 +221,7 @@ DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": "auto"}}
 SFT = {"method": {"name": "sft"}}
 
 
-def measure(name: str, parts: Sequence[str] = ("full", "lora", "bf16")) -> ModelResult:
+def measure(name: str, parts: Sequence[str] = ("full", "lora")) -> ModelResult:
     """Measure one model. A collective; apart from errors, the result is the same on all ranks."""
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -307,8 +307,6 @@ def _measure(result: ModelResult, folder: Path, parts: Sequence[str]) -> None:
         transformer_config(str(folder), config, tensor=2, dtype=torch.float32)
         result.tensor_parallelism = True
     for part in parts:
-        if part == "bf16" and (result.errors or "jvp" in result.refused):
-            continue
         had_jvp = "jvp" not in result.refused
         with recording_errors(result, part):
             _measure_part(result, folder, part, main, probe)
@@ -320,8 +318,8 @@ def _measure(result: ModelResult, folder: Path, parts: Sequence[str]) -> None:
 
 
 def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[Text], probe: Sequence[Text]) -> None:
-    is_bf16, has_jvp = part == "bf16", "jvp" not in result.refused
-    sections: dict[str, Any] = {"model": {"precision": "bf16"}} if is_bf16 else {}
+    has_jvp = "jvp" not in result.refused
+    sections: dict[str, Any] = {}
     if part == "lora":
         sections["lora"] = {"rank": 4, "alpha": 8}
     if not has_jvp:
@@ -329,7 +327,7 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
     recipe = make_recipe(folder, **sections)
     if part == "lora":
         check_model(derive_plan_settings(recipe))
-    config = tiny.deepspeed_config(bf16=is_bf16)
+    config = tiny.deepspeed_config()
     torch.manual_seed(5)
     try:
         model = load_model(derive_plan_settings(recipe), config)
@@ -361,7 +359,7 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
             except UserError as error:
                 result.refused[asked] = anonymize(error)
                 return  # DeepSpeed has stopped in the middle of a forward
-        plain = load_plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
+        plain = load_plain_model(folder)
         if part == "lora":
             plain = add_lora(plain, recipe.lora).double().eval()
             assert adapters.keys() == {n for n, p in plain.named_parameters() if "lora_" in n}
@@ -370,9 +368,6 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
         if part == "full":
             in_fp32 = relative_gradient_error(compute_gradient(plain.float(), probe), wanted.direction)
             result.numbers["plain fp32 gradient"] = in_fp32
-        if is_bf16:
-            in_bf16 = compute_expected(plain.bfloat16(), main, probe).utilities
-            result.numbers["plain bf16 rank"] = rank_correlation(in_bf16, wanted.utilities)
         if part == "full" and has_jvp and layout.size("job") == 1:
             api = compute_api_utilities(folder, main, probe)
             result.numbers["full API utility"] = relative_error(api, wanted.utilities)
@@ -407,7 +402,7 @@ def _compare(result: ModelResult, part: str, ours: MeasuredEngine, wanted: Expec
 
     def compare(what: str, losses: Tensor, utilities: Tensor, gradient: dict[str, Tensor] | None = None) -> None:
         note(f"{what} loss", relative_error(losses, wanted.losses))
-        if what == "difference" or part == "bf16":
+        if what == "difference":
             note(f"{what} rank", rank_correlation(utilities, wanted.utilities))
         else:
             note(f"{what} utility", relative_error(utilities, wanted.utilities))

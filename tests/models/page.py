@@ -1,7 +1,6 @@
 """docs/models.md from the measurements."""
 
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.models.measurement import MIN_RANK_CORRELATION, ModelResult
+from tests.models.measurement import ModelResult
 
 PAGE = "docs/models.md"
 ABILITIES = ("jvp", "difference", "LoRA", "checkpoints", "fused", "packing", "Ulysses", "tensor")
@@ -39,23 +38,8 @@ def write_tables(results: list[ModelResult]) -> str:
     worst = max((result.worst for result in by_verdict["right"]), default=0.0)
     lines += [", ".join(f"{len(by_verdict[verdict])} {word}" for verdict, word in counts.items()) + "."]
     lines += [f"The largest error of those that are right is {worst:.0e}.", ""]
-    lines += [
-        "### Right",
-        "",
-        f"| {' | '.join(ABILITIES)} | types |",
-    ]
-    lines += ["|---" * (len(ABILITIES) + 1) + "|"]
+    lines += ["### Right", "", f"| {' | '.join(ABILITIES)} | types |", "|---" * (len(ABILITIES) + 1) + "|"]
     lines += _group(by_verdict["right"], _list_abilities, lambda result: f"`{result.name}`")
-    measured = [result for result in by_verdict["right"] if "bf16 fused rank" in result.numbers]
-    below = [result for result in measured if min(map(float, _format_bf16(result)[:2])) < MIN_RANK_CORRELATION]
-    if measured:
-        lines += ["", "### In bf16", ""]
-        lines += [
-            f"Measured: {len(measured)} types. The rank correlation with fp64 is at least {MIN_RANK_CORRELATION} for",
-            f"all but {len(below)} (jvp in a separate pass / fused / transformers itself):",
-            "",
-        ]
-        lines += textwrap.wrap("; ".join(f"{result.name} {'/'.join(_format_bf16(result))}" for result in below), 120)
     if by_verdict["not built"]:
         lines += ["", "### Not measured", "", "| type | why no tiny model could be made |", "|---|---|"]
         lines += [f"| `{result.name}` | {_describe_problem(result)} |" for result in by_verdict["not built"]]
@@ -85,19 +69,13 @@ def _list_abilities(result: ModelResult) -> tuple[str, ...]:
     return (
         yes["jvp" not in result.refused],
         yes["finite_difference" not in result.refused],
-        yes["lora" not in result.late]
-        if "lora probe gradient" in result.numbers or "lora" in result.late
-        else "not run",
+        yes["lora" not in result.late] if "lora probe gradient" in result.numbers else "not run",
         yes["checkpointing" not in result.refused],
         yes["fused, checkpointed" not in result.late and "jvp" not in result.refused],
         yes[result.packing is None],
         yes[result.sequence_parallelism is None],
         yes[result.tensor_parallelism],
     )
-
-
-def _format_bf16(result: ModelResult) -> list[str]:
-    return [f"{result.numbers[name]:.3f}" for name in ("bf16 separate rank", "bf16 fused rank", "plain bf16 rank")]
 
 
 def _describe_problem(result: ModelResult) -> str:

@@ -41,13 +41,11 @@ class Expected:
     """The same gradient of the probe."""
 
 
-def load_plain_model(folder: Path, *, rounded_to: torch.dtype = torch.float32) -> nn.Module:
-    """Load the stored model in fp64, its parameters rounded to a precision first."""
+def load_plain_model(folder: Path) -> nn.Module:
+    """Load the stored model in fp64."""
     options = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
     model = find_auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **options).eval()
     differentiate_padding(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(rounded_to).double()
     return model
 
 

@@ -462,7 +462,7 @@ def test_masks_and_lost_layouts_are_refused() -> None:
     layout = SequenceLayout.from_lengths([[4], [4]], 1, CPU)
     for attend in (training_attention, forward_mode_attention):
         for mask, extra, words in (
-            (make_mask(4), dict(sequence_layout=layout), "builds its own attention mask"),
+            (make_mask(4), dict(sequence_layout=layout), "computes with an attention mask"),
             (None, dict(sequence_layout=layout, position_bias=make_mask(4)), "computes with position_bias"),
             (None, dict(sequence_layout=layout, block_indices=make_mask(4)), "computes with block_indices"),
             (None, {}, "does not pass the decoder"),

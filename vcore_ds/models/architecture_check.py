@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import UserError
@@ -84,7 +84,7 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
         description = read_model(path)
         freeze_towers(description.empty)
         model: nn.Module = description.empty if lora is None else build_empty_adapted_model(path, lora)
-        weights = dict(model.named_parameters())
+        weights: dict[str, Tensor] = dict(model.named_parameters())
         if tensor > 1:
             slices = weight_slices(description.config, rank=0, size=tensor)
             weights = {name: piece.take(weights[piece.name]) for name, piece in slices.items()}

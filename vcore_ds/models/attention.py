@@ -128,9 +128,9 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:
         unknown = [name for name in _UNSUPPORTED_ARGUMENTS if others.get(name) is not None]
         if attention_mask is not None or sequence_layout is None or unknown:
-            reason = "builds its own attention mask" if attention_mask is not None else f"computes with {', '.join(unknown)}"
-            if sequence_layout is None:
-                reason = "does not pass the decoder's keyword arguments on to its attention"
+            reason = "does not pass the decoder's keyword arguments on to its attention"
+            if attention_mask is not None or unknown:
+                reason = f"computes with {', '.join(unknown) or 'an attention mask'}"
             raise UserError(
                 f"model.path: {type(module).__name__} {reason}, so its attention cannot be replaced; expected "
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
