@@ -267,69 +267,47 @@ def test_weights_that_need_conversion_are_read_by_transformers_and_broadcast(tmp
 # ---- weights that cannot be used -----------------------------------------------------------------------------------
 
 
-def load_and_catch(folder: str, cuts: bool = False) -> str:
-    """Load on each rank from `./model` in its working directory, `rank0` or `rank1`, as on nodes with separate copies;
-    returns the error's message.
-
-    Args:
-        cuts: whether the last rank's files are truncated once their headers are read.
-    """
-    os.chdir(Path(folder, f"rank{layout.rank('job')}"))
-    read_ranges = sharded_loading.read_ranges
+def load_and_catch(root: str) -> dict[str, str]:
+    """For each case in `root`, load on each rank from `./model` in its working directory, `rank0` or `rank1`, as on
+    nodes with separate copies; returns the errors' messages. In the case `cut`, the last rank's files are truncated
+    once their headers are read."""
+    read_ranges, messages = sharded_loading.read_ranges, {}
 
     def truncate_and_read(wanted: list, progress: Any) -> None:
         for file in {one.stored.file for one in wanted}:
             os.truncate(file, file.stat().st_size // 2)
         read_ranges(wanted, progress)
 
-    if cuts and layout.rank("job") == layout.size("job") - 1:
-        sharded_loading.read_ranges = truncate_and_read
-    try:
-        load_sharded("./model", tiny.deepspeed_config(), **make_options())
-    except UserError as error:
-        return str(error)
-    return ""
+    for case in sorted(Path(root).iterdir()):
+        os.chdir(case / f"rank{layout.rank('job')}")
+        is_cut = case.name == "cut" and layout.rank("job") == layout.size("job") - 1
+        with patch.object(sharded_loading, "read_ranges", truncate_and_read if is_cut else read_ranges):
+            try:
+                load_sharded("./model", tiny.deepspeed_config(), **make_options())
+                messages[case.name] = ""
+            except UserError as error:
+                messages[case.name] = str(error)
+    return messages
 
 
-def write_two_copies(folder: str, root: Path) -> Path:
-    for rank in range(2):
-        shutil.copytree(folder, root / f"rank{rank}" / "model")
-    return root / "rank1" / "model"
-
-
-def test_a_truncated_copy_on_one_node_is_refused_on_all_ranks(folders: dict[str, str], tmp_path: Path) -> None:
-    part = sorted(write_two_copies(folders["qwen3, parts"], tmp_path).glob("*.safetensors"))[1]
+def test_weights_that_cannot_be_used_are_refused_on_all_ranks(folders: dict[str, str], tmp_path: Path) -> None:
+    """Other sizes than the configuration's are reported here for a hub id; for a folder, `check_model_folder` does so
+    before."""
+    folder_of_rank_1 = {"truncated": "qwen3, parts", "cut": "qwen3", "other": "qwen3, bf16", "sizes": "qwen3"}
+    for case, name in folder_of_rank_1.items():
+        shutil.copytree(folders["qwen3" if case == "other" else name], tmp_path / case / "rank0" / "model")
+        shutil.copytree(folders[name], tmp_path / case / "rank1" / "model")
+    part = sorted((tmp_path / "truncated" / "rank1" / "model").glob("*.safetensors"))[1]
     part.write_bytes(part.read_bytes()[:-4])
-    messages = run_ranks(load_and_catch, 2, str(tmp_path))
-    assert messages[0] == messages[1]
-    assert f"{part.name}: not a complete safetensors file" in messages[0]
-
-
-def test_a_file_that_is_truncated_while_one_rank_reads_it_is_refused_on_all_ranks(
-    folders: dict[str, str], tmp_path: Path
-) -> None:
-    write_two_copies(folders["qwen3"], tmp_path)
-    messages = run_ranks(load_and_catch, 2, str(tmp_path), True)
-    assert messages[0] == messages[1]
-    assert "model.path: ./model: no weights can be read on rank 1 (host " in messages[0] and "ended at" in messages[0]
-
-
-def test_nodes_with_different_weights_are_refused(folders: dict[str, str], tmp_path: Path) -> None:
-    write_two_copies(folders["qwen3"], tmp_path)
-    shutil.rmtree(tmp_path / "rank1" / "model")
-    shutil.copytree(folders["qwen3, bf16"], tmp_path / "rank1" / "model")
-    messages = run_ranks(load_and_catch, 2, str(tmp_path))
-    assert messages[0] == messages[1] and "found other weights on rank 1 (host " in messages[0]
-
-
-def test_weights_that_do_not_fit_their_configuration_are_refused(folders: dict[str, str], tmp_path: Path) -> None:
-    """Loading reports it for a hub id; for a folder, `check_model_folder` does so before."""
-    write_two_copies(folders["qwen3"], tmp_path)
-    for rank in range(2):
-        path = tmp_path / f"rank{rank}" / "model" / "config.json"
+    for path in (tmp_path / "sizes").glob("*/model/config.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 76}))
-    messages = run_ranks(load_and_catch, 2, str(tmp_path))
-    assert messages[0] == messages[1] and "the weights do not fit config.json: found " in messages[0]
+    messages, others = run_ranks(load_and_catch, 2, str(tmp_path))
+    assert messages == others
+    assert f"{part.name}: not a complete safetensors file" in messages["truncated"]
+    no_weights = "model.path: ./model: no weights can be read on rank 1 (host "
+    assert no_weights in messages["cut"] and "ended at" in messages["cut"]
+    assert "found other weights on rank 1 (host " in messages["other"]
+    assert "the weights do not fit config.json: found " in messages["sizes"]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

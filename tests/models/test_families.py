@@ -9,7 +9,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK, soak
 from tests.models import families
 from tests.models.measurement import ModelResult, measure
-from tests.models.page import PAGE, list_types
+from tests.models.survey import PAGE, list_types
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -36,7 +36,7 @@ from vcore_ds.models.attention_kernels import (
 )
 from vcore_ds.models.block_attention import block_attention, block_attention_tangent
 from vcore_ds.models.dual_tensors import make_dual, make_dual_if_any
-from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_tokens, take_local_heads, tokens_to_heads
+from vcore_ds.models.sequence_exchange import heads_to_tokens, take_local_heads, tokens_to_heads
 
 
 @dataclass(frozen=True)
@@ -140,20 +140,17 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         unpacked = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
         (*primals, sinks), (*tangents, d_sinks) = zip(*unpacked, strict=True)
 
-        def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return tokens_to_heads([_pad_head_dim(x, query.shape[-1]) for x in tensors], k)
-
-        primals, tangents = exchange_with_tangents(exchange, primals, tangents)
+        padded = ([None if x is None else _pad_head_dim(x, query.shape[-1]) for x in xs] for xs in (primals, tangents))
+        primals, tangents = tokens_to_heads(*padded, k)
         sinks, d_sinks = (None if x is None else take_local_heads(x, k) for x in (sinks, d_sinks))
         # The function mode of the fused pass intercepts every call from Python: half of the time of a block of scores.
         with torch._C.DisableTorchFunction():
             output, d_output = attend([*primals, sinks], [*tangents, d_sinks], sequence_layout, scoring)
 
-        def exchange_back(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [x.transpose(1, 2).contiguous() for x in heads_to_tokens([x[..., :value_dim] for x in tensors], k)]
-
-        (output,), (d_output,) = exchange_with_tangents(exchange_back, [output], [d_output])
-        return make_dual_if_any(output, d_output), None
+        results = ([None if x is None else x[..., :value_dim]] for x in (output, d_output))
+        (output,), (d_output,) = heads_to_tokens(*results, k)
+        tangent = None if d_output is None else d_output.transpose(1, 2).contiguous()
+        return make_dual_if_any(output.transpose(1, 2).contiguous(), tangent), None
 
     return attention
 

@@ -98,12 +98,13 @@ class TokenLossHead(nn.Module):
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        weight: Tensor,
+        bias: Tensor | None,
         transform: LogitTransform = PLAIN,
         shard: VocabularyShard | None = None,
     ):
-        """`weight`, `bias`: of the output embedding; with a `shard`, of a rank of a tensor-parallel group."""
+        """`weight`, `bias`: parameters of the output embedding; with a `shard`, those of a rank of a tensor-parallel
+        group."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self._transform, self._shard = transform, shard

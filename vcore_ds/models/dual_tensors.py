@@ -36,11 +36,12 @@ def apply_linear_map(
 ) -> Tensor:
     """Apply a linear map to a tensor that may be dual. `apply` maps value and tangent together (None to None), so that
     one collective moves both; `adjoint` maps gradients back. Autograd records the value but not the tangent."""
-    return make_dual_if_any(*_LinearMap.apply(*forward_ad.unpack_dual(x), apply, adjoint))
+    return make_dual_if_any(*LinearMap.apply(*forward_ad.unpack_dual(x), apply, adjoint))
 
 
-class _LinearMap(torch.autograd.Function):
-    """The gradient of an unused result is zeros, not None: other ranks may wait for a collective of the backward."""
+class LinearMap(torch.autograd.Function):
+    """`apply_linear_map` of a value and its tangent. The gradient of an unused result is zeros, not None: other ranks
+    may wait for a collective of the backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, tangent: Tensor | None, apply: Any, adjoint: Any) -> Any:

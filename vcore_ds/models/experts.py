@@ -10,7 +10,7 @@ gradients take the same way back. All ranks of a group take part in all exchange
 Shapes: n tokens, k experts per token, S = n k rows (one for each token and expert), E experts, H hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -206,7 +206,7 @@ def grouped_matmul(
     see `expert_offsets`. The value is differentiable if gradients are enabled; the tangent is not recorded."""
     x, d_x = forward_ad.unpack_dual(x)
     x = x.to(weight.dtype)
-    output = _GroupedMatmul.apply(x, weight, offsets, is_transposed)
+    output = _GroupedMatmul.apply(offsets, is_transposed, x, weight)
     with torch.no_grad():
         tangents = (
             [] if d_x is None else [_grouped_mm(d_x.to(weight.dtype), _as_in_out(weight, is_transposed), offsets)]
@@ -260,65 +260,52 @@ def adapted_grouped_matmul(
     inner = adapter.scaling * grouped_matmul(x, down, d_down, offsets, is_transposed=is_transposed)
     (x, d_x), (inner, d_inner), (up, d_up) = (forward_ad.unpack_dual(t) for t in (x, inner, adapter.up))
     x = x.to(weight.dtype)
-    output = _AdaptedGroupedMatmul.apply(x, inner, weight, up, offsets, is_transposed)
+    output = _GroupedMatmul.apply(offsets, is_transposed, x, weight, inner, up)
     with torch.no_grad():
         tangents = []
         if d_inner is not None:
             d_x = torch.zeros_like(x) if d_x is None else d_x.to(weight.dtype)
-            joined = _join_adapter(weight, up, is_transposed)
+            joined = _join([weight, up], is_transposed)
             tangents.append(_grouped_mm(torch.cat([d_x, d_inner], 1), joined, offsets))
         if d_up is not None:
             tangents.append(_grouped_mm(inner, _as_in_out(d_up, is_transposed), offsets))
     return _attach_sum(output, tangents)
 
 
-class _AdaptedGroupedMatmul(torch.autograd.Function):
-    """The values of `adapted_grouped_matmul`. The backward concatenates weight and adapter again: saving the result
-    would keep a copy of all weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, inner: Tensor, weight: Tensor, up: Tensor, offsets: Tensor, is_transposed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(inner, weight, up, offsets)
-        ctx.is_transposed = is_transposed
-        return _grouped_mm(torch.cat([x, inner], 1), _join_adapter(weight, up, is_transposed), offsets)
-
-    @staticmethod
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, Tensor, None, Tensor | None, None, None]:
-        inner, weight, up, offsets = ctx.saved_tensors
-        joined = _join_adapter(weight, up, ctx.is_transposed)
-        d_joined = _grouped_mm(d_output, joined.transpose(1, 2), offsets)
-        d_x, d_inner = d_joined.split([d_joined.shape[1] - inner.shape[1], inner.shape[1]], 1)
-        left, right = (inner, d_output) if ctx.is_transposed else (d_output, inner)
-        return d_x, d_inner, None, _grouped_mm_of_transposed(left, right, offsets), None, None
-
-
-def _join_adapter(weight: Tensor, up: Tensor, is_transposed: bool) -> Tensor:
-    """Concatenate to `[E, in + r, out]`."""
-    return _as_in_out(torch.cat([weight, up], 1 if is_transposed else 2), is_transposed)
-
-
 class _GroupedMatmul(torch.autograd.Function):
-    """The values of `grouped_matmul`. PyTorch's own backward would save a transposed view of the weight, and so keep
-    the memory of the gathered parameter after ZeRO-3 has released it."""
+    """The sum of `x_i W_i` for `factors` x_1, W_1, x_2, W_2, ... in one grouped GEMM.
+
+    The backward joins the weights again: saving the result would keep a copy of them. PyTorch's own backward would save
+    a transposed view of a weight, and so keep the memory of the gathered parameter after ZeRO-3 has released it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, is_transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        ctx.is_transposed = is_transposed
-        return _grouped_mm(x, _as_in_out(weight, is_transposed), offsets)
+    def forward(ctx: Any, offsets: Tensor, is_transposed: bool, *factors: Tensor) -> Tensor:
+        xs, weights, needs_weights = factors[::2], factors[1::2], ctx.needs_input_grad[3::2]
+        ctx.is_transposed, ctx.widths = is_transposed, [x.shape[1] for x in xs]
+        saved = [x if needed else None for x, needed in zip(xs, needs_weights, strict=True)]
+        ctx.save_for_backward(offsets, *weights, *saved)
+        x = xs[0] if len(xs) == 1 else torch.cat(xs, 1)
+        return _grouped_mm(x, _join(weights, is_transposed), offsets)
 
     @staticmethod
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, offsets = ctx.saved_tensors
-        d_x = d_weight = None
-        if ctx.needs_input_grad[0]:
-            d_x = _grouped_mm(d_output, _as_in_out(weight, ctx.is_transposed).transpose(1, 2), offsets)
-        if ctx.needs_input_grad[1]:
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, *saved = ctx.saved_tensors
+        weights, xs = saved[: len(ctx.widths)], saved[len(ctx.widths) :]
+        d_xs: Sequence[Tensor | None] = [None] * len(xs)
+        if any(ctx.needs_input_grad[2::2]):
+            d_joined = _grouped_mm(d_output, _join(weights, ctx.is_transposed).transpose(1, 2), offsets)
+            d_xs = d_joined.split(ctx.widths, 1)
+        gradients: list[Tensor | None] = []
+        for x, d_x in zip(xs, d_xs, strict=True):
             left, right = (x, d_output) if ctx.is_transposed else (d_output, x)
-            d_weight = _grouped_mm_of_transposed(left, right, offsets)
-        return d_x, d_weight, None, None
+            gradients += [d_x, None if x is None else _grouped_mm_of_transposed(left, right, offsets)]
+        return None, None, *gradients
+
+
+def _join(weights: Sequence[Tensor], is_transposed: bool) -> Tensor:
+    """Concatenate weights to `[E, sum of in, out]`."""
+    return _as_in_out(weights[0] if len(weights) == 1 else torch.cat(weights, 1 if is_transposed else 2), is_transposed)
 
 
 def _unpack_weight(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:

@@ -9,14 +9,14 @@ size per process, and treats a pack as one sequence.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from vcore_ds.data.batches import to_device
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import apply_linear_map
+from vcore_ds.models.dual_tensors import LinearMap, apply_linear_map
 
 
 def take_local_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
@@ -30,9 +30,13 @@ def take_local_heads(tensor: Tensor, sequence_parallel: int) -> Tensor:
     return tensor if k == 1 else tensor.chunk(k)[layout.rank("sequence", k)]
 
 
-def tokens_to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
-    """Exchange all heads of this rank's tokens for all tokens of this rank's heads: one all-to-all for all tensors,
-    differentiable.
+Duals = tuple[list[Tensor], list[Tensor | None]]
+"""Values, and their tangents or None."""
+
+
+def tokens_to_heads(values: list[Tensor], tangents: list[Tensor | None], sequence_parallel: int) -> Duals:
+    """Exchange all heads of this rank's tokens for all tokens of this rank's heads: one all-to-all for all tensors.
+    Values are differentiable, tangents are not recorded.
 
     Queries `[b, A, t, D]`, keys and values `[b, K, t, D]`, and tangents of them become `[b, A / k, T, D]` and `[b,
     lcm(K, k) / k, T, D]`. A is a multiple of K and of the sequence-parallel size k. If k does not divide K, key and
@@ -40,56 +44,51 @@ def tokens_to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[T
     query heads attend to.
     """
     k = sequence_parallel
-    if k == 1:
-        return list(tensors)
-    parts = []
-    for tensor in tensors:
-        num_heads = tensor.shape[1]
-        repeated = tensor.repeat_interleave(math.lcm(num_heads, k) // num_heads, 1)
-        parts.append(repeated.unflatten(1, (k, -1)).movedim(1, 0))  # [k, b, h, t, D]
-    received = _exchange(torch.cat(parts, 2), k)  # from each rank, its tokens of this rank's heads
-    # [k, b, sum of h, t, D] -> [b, sum of h, T, D]
-    return list(received.permute(1, 2, 0, 3, 4).flatten(2, 3).split([part.shape[2] for part in parts], 1))
+
+    def send(x: Tensor) -> Tensor:  # to [k, b, h, t, D]
+        return x.repeat_interleave(math.lcm(x.shape[1], k) // x.shape[1], 1).unflatten(1, (k, -1)).movedim(1, 0)
+
+    return _exchange(values, tangents, k, send, lambda x: x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
 
-def heads_to_tokens(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
-    """Reverse `tokens_to_heads`, from `[b, A / k, T, D]` to `[b, A, t, D]`: one all-to-all, differentiable."""
+def heads_to_tokens(values: list[Tensor], tangents: list[Tensor | None], sequence_parallel: int) -> Duals:
+    """Reverse `tokens_to_heads`, from `[b, A / k, T, D]` to `[b, A, t, D]`."""
     k = sequence_parallel
-    if k == 1:
-        return list(tensors)
-    num_heads = tensors[0].shape[1]
-    sent = torch.cat([tensor.unflatten(2, (k, -1)).movedim(2, 0) for tensor in tensors], 2)  # [k, b, sum of h, t, D]
-    received = _exchange(sent, k)
-    # [k, b, h, t, D] of each tensor -> [b, A, t, D]
-    return [part.transpose(0, 1).flatten(1, 2) for part in received.split(num_heads, 2)]
+    return _exchange(
+        values, tangents, k, lambda x: x.unflatten(2, (k, -1)).movedim(2, 0), lambda x: x.transpose(0, 1).flatten(1, 2)
+    )
 
 
-def _exchange(sent: Tensor, sequence_parallel: int) -> Tensor:
+def _exchange(
+    values: list[Tensor],
+    tangents: list[Tensor | None],
+    sequence_parallel: int,
+    send: Callable[[Tensor], Tensor],
+    receive: Callable[[Tensor], Tensor],
+) -> Duals:
     """All-to-all, whose backward is an all-to-all too. Every rank of a group must run the backward, even without
-    targets: it carries the gradients of the other ranks' tokens."""
+    targets: it carries the gradients of the other ranks' tokens. `send`: to a part for each rank, `[k, b, h, t, D]`;
+    `receive`: from such parts."""
+    if sequence_parallel == 1:
+        return values, tangents
+    parts, d_parts = [send(x) for x in values], [send(x) for x in tangents if x is not None]
 
-    def send(x: Tensor) -> Tensor:
-        return layout.all_to_all("sequence", x, sequence_parallel)
+    def move(sent: Tensor) -> Tensor:
+        return layout.all_to_all("sequence", sent, sequence_parallel)
 
-    return apply_linear_map(sent, lambda value, _: (send(value), None), send)
+    def move_both(value: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if tangent is None:
+            return move(value), None
+        value, tangent = move(torch.cat([value, tangent], 2)).split([value.shape[2], tangent.shape[2]], 2)
+        return value, tangent
 
-
-def exchange_with_tangents(
-    exchange: Callable[[Sequence[Tensor]], list[Tensor]], values: Sequence[Tensor], tangents: Sequence[Tensor | None]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Exchange values and tangents; tangents that are None stay None.
-
-    One exchange moves both, unless gradients are enabled: the tangents must not become part of the graph.
-    """
-    present = [x for x in tangents if x is not None]
-    if present and torch.is_grad_enabled():
-        exchanged = exchange(values)
-        with torch.no_grad():
-            exchanged += exchange(present)
-    else:
-        exchanged = exchange([*values, *present])
-    results = iter(exchanged)
-    return [next(results) for _ in values], [None if x is None else next(results) for x in tangents]
+    d_sent = torch.cat(d_parts, 2) if d_parts else None
+    value, tangent = LinearMap.apply(torch.cat(parts, 2), d_sent, move_both, move)
+    received = [receive(x) for x in value.split([part.shape[2] for part in parts], 2)]
+    if tangent is None:
+        return received, tangents
+    d_received = iter([receive(x) for x in tangent.split([part.shape[2] for part in d_parts], 2)])
+    return received, [None if x is None else next(d_received) for x in tangents]
 
 
 def gather_losses(losses: Tensor, supervised: Tensor, sequence_parallel: int) -> Tensor:
