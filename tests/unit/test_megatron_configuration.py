@@ -12,7 +12,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.megatron.model import transformer_config
 from vcore_ds.models.megatron.parallel_layers import RMSNorm, sliding_window
-from vcore_ds.models.megatron.weight_slices import copy_to_weight, iter_runs, padded_vocabulary, weight_slices
+from vcore_ds.models.megatron.weight_slices import copy_to_weight, padded_vocabulary, weight_slices
 from vcore_ds.models.pointwise import rms_norm
 
 SIZES = dict(
@@ -120,18 +120,18 @@ def test_a_rank_has_complete_heads(model):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_runs_of_shards_are_the_flattened_parameter(model, rank, num_shards):
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    shapes = {name: weight.shape for name, weight in weights.items()}
     for name, piece in weight_slices(model.config, rank=rank, size=2).items():
-        expected = piece.take(weights[piece.name]).flatten()
+        weight = weights[piece.name]
+        expected = piece.take(weight).flatten()
         shard_numel = -(-(len(expected) + 5) // num_shards)  # with padding of 5 elements at the end
         shards = []
         for start in range(0, shard_numel * num_shards, shard_numel):
             shard = torch.zeros(shard_numel)
-            for run in iter_runs(piece, shapes, start, start + shard_numel):
-                values = weights[run.name].flatten()[run.start : run.start + run.numel]
-                assert len(values) == run.numel > 0
-                assert not shard[run.offset : run.offset + run.numel].any()
-                shard[run.offset : run.offset + run.numel] = values
+            for first, offset, numel in piece.iter_runs(weight[0].numel(), start, start + shard_numel):
+                values = weight.flatten()[first : first + numel]
+                assert len(values) == numel > 0
+                assert not shard[offset : offset + numel].any()
+                shard[offset : offset + numel] = values
             shards.append(shard)
         joined = torch.cat(shards)
         assert torch.equal(joined[: len(expected)], expected), name

@@ -8,6 +8,7 @@ one range of bytes; in a weight sharded by columns (the output projections of at
 Each byte is read by one rank, except norms, which all ranks of a tensor-parallel group hold.
 """
 
+import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,7 @@ from vcore_ds.models.causal_lm import (
 )
 from vcore_ds.models.description import find_auto_class, resolve_attention
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
-from vcore_ds.models.megatron.weight_slices import iter_runs, weight_slices
+from vcore_ds.models.megatron.weight_slices import weight_slices
 from vcore_ds.models.safetensors_ranges import ReadRequest, read_ranges
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
 
@@ -230,15 +231,15 @@ def load_parallel(
 
 def _list_parallel_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[ReadRequest]:
     """List the ranges that this rank reads. Sets its shards to zero, for padding rows of the vocabulary."""
-    shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     reads = []
     local_pieces = weight_slices(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
     for name, piece in local_pieces.items():
         start, shard = local_shard(as_partitioned(model.get_parameter(name)))
         shard.zero_()
+        stored = weights.tensors[piece.name]
         reads += [
-            ReadRequest(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
-            for run in iter_runs(piece, shapes, start, start + len(shard))
+            ReadRequest(stored, first, shard[offset : offset + numel])
+            for first, offset, numel in piece.iter_runs(math.prod(stored.shape[1:]), start, start + len(shard))
         ]
     return reads
 

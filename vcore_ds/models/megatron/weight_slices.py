@@ -1,7 +1,6 @@
 """The slice of a Hugging Face weight that each parameter of a tensor-parallel rank holds."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,6 +32,21 @@ class WeightSlice(NamedTuple):
     def take(self, weight: Tensor) -> Tensor:
         """Return the slice of the weight, as a view."""
         return weight[self.rows] if weight.dim() == 1 else weight[self.rows, self.columns]
+
+    def iter_runs(self, width: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the elements `start` to `end` of the flattened parameter, without padding, in runs that are contiguous
+        in the flattened weight too: first element there, offset from `start`, number. One run for a slice of full rows,
+        one per row for a slice of some columns. `width`: elements of a row of the weight."""
+        first_column, end_column, _ = self.columns.indices(width)
+        num_rows, num_columns = self.num_rows, end_column - first_column
+        if num_columns == width:  # as one long row
+            num_rows, num_columns = 1, num_rows * width
+        stop = min(end, num_rows * num_columns)
+        for row in range(start // num_columns, -(-stop // num_columns)) if start < stop else ():
+            row_start = row * num_columns
+            left, right = max(start, row_start), min(stop, row_start + num_columns)
+            weight_start = (self.rows.start + row) * width + first_column
+            yield weight_start + left - row_start, left - start, right - left
 
 
 COLUMN_LAYERS = {
@@ -88,31 +102,6 @@ def shard_slices(config: PretrainedConfig, *, rank: int, size: int) -> dict[str,
         "o_proj": queries,
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), columns),
     }
-
-
-class Run(NamedTuple):
-    """Elements that are contiguous both in a Hugging Face weight and in a parameter."""
-
-    name: str  # of the Hugging Face weight
-    start: int  # index of the first element in the flattened weight
-    offset: int  # index of the first element in the requested range of the parameter
-    numel: int
-
-
-def iter_runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
-    """Yield the runs of elements `start` to `end` of the flattened parameter of `piece`, without padding: one
-    for a slice of full rows, one per row for a slice of some columns. `shapes`: of the Hugging Face weights."""
-    width = math.prod(shapes[piece.name][1:])
-    first_column, end_column, _ = piece.columns.indices(width)
-    num_rows, num_columns = piece.num_rows, end_column - first_column
-    if num_columns == width:  # as one long row
-        num_rows, num_columns = 1, num_rows * width
-    stop = min(end, num_rows * num_columns)
-    for row in range(start // num_columns, -(-stop // num_columns)) if start < stop else ():
-        row_start = row * num_columns
-        left, right = max(start, row_start), min(stop, row_start + num_columns)
-        weight_start = (piece.rows.start + row) * width + first_column
-        yield Run(piece.name, weight_start + left - row_start, left - start, right - left)
 
 
 def copy_to_weight(weights: Mapping[str, Tensor], parameter: Tensor, piece: WeightSlice) -> None:
