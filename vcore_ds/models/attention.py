@@ -140,15 +140,16 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         unpacked = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
         (*primals, sinks), (*tangents, d_sinks) = zip(*unpacked, strict=True)
 
-        padded = ([None if x is None else _pad_head_dim(x, query.shape[-1]) for x in xs] for xs in (primals, tangents))
-        primals, tangents = tokens_to_heads(*padded, k)
+        values = [_pad_head_dim(x, query.shape[-1]) for x in primals]
+        d_values = [None if x is None else _pad_head_dim(x, query.shape[-1]) for x in tangents]
+        values, d_values = tokens_to_heads(values, d_values, k)
         sinks, d_sinks = (None if x is None else take_local_heads(x, k) for x in (sinks, d_sinks))
         # The function mode of the fused pass intercepts every call from Python: half of the time of a block of scores.
         with torch._C.DisableTorchFunction():
-            output, d_output = attend([*primals, sinks], [*tangents, d_sinks], sequence_layout, scoring)
+            output, d_output = attend([*values, sinks], [*d_values, d_sinks], sequence_layout, scoring)
 
-        results = ([None if x is None else x[..., :value_dim]] for x in (output, d_output))
-        (output,), (d_output,) = heads_to_tokens(*results, k)
+        d_outputs = [None if d_output is None else d_output[..., :value_dim]]
+        (output,), (d_output,) = heads_to_tokens([output[..., :value_dim]], d_outputs, k)
         tangent = None if d_output is None else d_output.transpose(1, 2).contiguous()
         return make_dual_if_any(output.transpose(1, 2).contiguous(), tangent), None
 

@@ -303,7 +303,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _join(weights: Sequence[Tensor], is_transposed: bool) -> Tensor:
+def _join(weights: tuple[Tensor, ...] | list[Tensor], is_transposed: bool) -> Tensor:
     """Concatenate weights to `[E, sum of in, out]`."""
     return _as_in_out(weights[0] if len(weights) == 1 else torch.cat(weights, 1 if is_transposed else 2), is_transposed)
 
