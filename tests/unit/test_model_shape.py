@@ -79,7 +79,7 @@ HYBRID = "whose layers (hybrid) are not all attention"
     [
         (Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), CONV, CONV),
         (Gemma4TextConfig(), None, None),  # as many query heads in each layer, of two sizes
-        (Llama4TextConfig(), *["whose layers (chunked_attention) are not"] * 2),
+        (Llama4TextConfig(), "whose attention cannot be replaced", "whose layers (chunked_attention) are not"),
         (JambaConfig(**SIZES), RECURRENT, RECURRENT),
         (BambaConfig(**SIZES, **MAMBA), RECURRENT, RECURRENT),
         (FalconH1Config(**SIZES, **MAMBA), HYBRID, HYBRID),
