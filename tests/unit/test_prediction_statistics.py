@@ -21,15 +21,13 @@ def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * VOCABULARY * request.param + 3)
 
 
-def draw_inputs(
-    num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, those of a reference, weight, bias, targets; fp64."""
+def draw_inputs(num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, those of a reference, weight, targets; fp64."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (num_tokens, HIDDEN), (num_tokens, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)
-    hidden, change, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    shapes = (num_tokens, HIDDEN), (num_tokens, HIDDEN), (vocabulary, HIDDEN)
+    hidden, change, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
     targets = torch.randint(0, vocabulary, (num_tokens,), generator=generator)
-    return hidden, hidden + 0.3 * change, weight, bias - 30, targets
+    return hidden, hidden + 0.3 * change, weight, targets
 
 
 # ---- by hand -------------------------------------------------------------------------------------------------------
@@ -79,20 +77,20 @@ TRANSFORMED = pytest.mark.parametrize(
 @TRANSFORMED
 @pytest.mark.parametrize("statistic", ["entropy", "top_entropy", "concentration"])
 def test_statistics_come_with_the_loss_and_its_gradient(statistic: str, transform: LogitTransform) -> None:
-    hidden, _, weight, bias, targets = draw_inputs()
+    hidden, _, weight, targets = draw_inputs()
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    losses, statistics = loss_and_statistic(leaves[0], leaves[1], targets, statistic, bias, transform=transform)
+    losses, statistics = loss_and_statistic(leaves[0], leaves[1], targets, statistic, transform=transform)
     losses.square().sum().backward()
     assert not statistics.requires_grad
 
     plain_leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected_losses = token_loss(*plain_leaves, targets, bias, transform=transform)
+    expected_losses = token_loss(*plain_leaves, targets, transform=transform)
     expected_losses.square().sum().backward()
     assert torch.equal(losses, expected_losses)
     for leaf, plain_leaf in zip(leaves, plain_leaves, strict=True):
         assert torch.equal(leaf.grad, plain_leaf.grad)
 
-    p = transform_logits(linear(hidden, weight, bias), transform).softmax(-1)
+    p = transform_logits(linear(hidden, weight), transform).softmax(-1)
     top = p.sort(-1, descending=True).values[:, :20]
     top = top / top.sum(-1, keepdim=True)
     expected = {
@@ -101,22 +99,20 @@ def test_statistics_come_with_the_loss_and_its_gradient(statistic: str, transfor
         "concentration": p.square().sum(-1),
     }[statistic]
     torch.testing.assert_close(statistics, expected, rtol=1e-12, atol=1e-12)
-    in_fp32 = loss_and_statistic(hidden.float(), weight.float(), targets, statistic, bias.float(), transform=transform)
+    in_fp32 = loss_and_statistic(hidden.float(), weight.float(), targets, statistic, transform=transform)
     assert in_fp32[1].dtype == torch.float32
     assert float((in_fp32[1] - expected).abs().max()) < 1e-5
 
 
 @TRANSFORMED
-@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-def test_divergence_and_its_gradient_are_those_of_kl_div(transform: LogitTransform, with_bias: bool) -> None:
-    hidden, reference, weight, bias, _ = draw_inputs()
-    bias = bias if with_bias else None
+def test_divergence_and_its_gradient_are_those_of_kl_div(transform: LogitTransform) -> None:
+    hidden, reference, weight, _ = draw_inputs()
     upstream = torch.randn(NUM_TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaf, plain_leaf = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    divergences = reference_divergence(leaf, weight, reference, bias, transform=transform)
+    divergences = reference_divergence(leaf, weight, reference, transform=transform)
     divergences.backward(upstream)
     log_p, log_q = (
-        transform_logits(linear(values, weight, bias), transform).log_softmax(-1) for values in (plain_leaf, reference)
+        transform_logits(linear(values, weight), transform).log_softmax(-1) for values in (plain_leaf, reference)
     )
     expected = kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
     expected.backward(upstream)
@@ -126,20 +122,18 @@ def test_divergence_and_its_gradient_are_those_of_kl_div(transform: LogitTransfo
 
 def test_divergence_from_a_model_close_by_is_not_rounding_noise() -> None:
     """Adapters begin at no difference: the losses' errors in fp32 are as large as such a divergence."""
-    hidden, _, weight, bias, _ = draw_inputs(200)
+    hidden, _, weight, _ = draw_inputs(200)
     reference = hidden.float() * (1 + 1e-3)
-    hidden, weight, bias = hidden.float(), weight.float(), bias.float()
-    expected = reference_divergence(hidden.double(), weight.double(), reference.double(), bias.double()).mean()
+    hidden, weight = hidden.float(), weight.float()
+    expected = reference_divergence(hidden.double(), weight.double(), reference.double()).mean()
     assert 1e-8 < float(expected) < 1e-5
-    assert float(reference_divergence(hidden, weight, reference, bias).mean()) == pytest.approx(
-        float(expected), rel=0.01
-    )
+    assert float(reference_divergence(hidden, weight, reference).mean()) == pytest.approx(float(expected), rel=0.01)
 
 
 def test_a_model_equal_to_its_reference_and_no_tokens_have_no_divergence() -> None:
-    hidden, _, weight, bias, targets = draw_inputs()
+    hidden, _, weight, targets = draw_inputs()
     leaf = hidden.clone().requires_grad_()
-    divergence = reference_divergence(leaf, weight, hidden, bias)
+    divergence = reference_divergence(leaf, weight, hidden)
     divergence.sum().backward()
     assert not divergence.any() and not leaf.grad.any()
     assert reference_divergence(hidden[:0], weight, hidden[:0]).shape == (0,)
@@ -149,7 +143,7 @@ def test_a_model_equal_to_its_reference_and_no_tokens_have_no_divergence() -> No
 def test_logits_exist_for_a_block_of_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     block_tokens, vocabulary = 8, 2000
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * vocabulary * block_tokens + 3)
-    hidden, reference, weight, _, targets = (t.float() for t in draw_inputs(256, vocabulary))
+    hidden, reference, weight, targets = (t.float() for t in draw_inputs(256, vocabulary))
     for statistic in ("top_entropy", "concentration", None):
         leaf = hidden.clone().requires_grad_()
         with Allocations() as allocations:

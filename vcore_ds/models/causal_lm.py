@@ -96,17 +96,10 @@ class TokenLossHead(nn.Module):
     reads_low_rank_tangents = True
     """See `forward_mode`: the forward takes its weights' tangents by `read_low_rank_tangent`."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        transform: LogitTransform = PLAIN,
-        shard: VocabularyShard | None = None,
-    ):
-        """`weight`, `bias`: parameters of the output embedding; with a `shard`, those of a rank of a tensor-parallel
-        group."""
+    def __init__(self, weight: Tensor, transform: LogitTransform = PLAIN, shard: VocabularyShard | None = None):
+        """`weight`: parameter of the output embedding; with a `shard`, that of a rank of a tensor-parallel group."""
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
         self._transform, self._shard = transform, shard
 
     def forward(
@@ -124,16 +117,16 @@ class TokenLossHead(nn.Module):
         With a shard a collective, with the same result on all ranks; the gradient of `hidden` is the rank's term, to be
         summed over them."""
         if targets is None:
-            return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
-        weight, bias = self.weight, self.bias
+            return compute_raw_logits(hidden.flatten(0, -2), self.weight).unflatten(0, hidden.shape[:-1])
+        weight = self.weight
         options: dict[str, Any] = {"transform": self._transform, "shard": self._shard}
         if statistic is not None:
-            return loss_and_statistic(hidden, weight, targets, statistic, bias, **options)
+            return loss_and_statistic(hidden, weight, targets, statistic, **options)
         tangent = read_low_rank_tangent(self, "weight")
-        losses = token_loss(hidden, weight, targets, bias, **options, weight_tangent=tangent)
+        losses = token_loss(hidden, weight, targets, **options, weight_tangent=tangent)
         if reference_hidden is None:
             return losses
-        return losses, reference_divergence(hidden, weight, reference_hidden, bias, transform=self._transform)
+        return losses, reference_divergence(hidden, weight, reference_hidden, transform=self._transform)
 
 
 class TokenLossModel(nn.Module):
@@ -153,12 +146,12 @@ class TokenLossModel(nn.Module):
         differentiate_all_rows(causal_lm)
         base = self.base
         head = base.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
+        if not isinstance(head, nn.Linear) or head.bias is not None:
             raise UserError(
-                f"{base.config.model_type}: the output embedding is a {type(head).__name__}, expected a plain linear "
-                "layer (LoRA on the output embedding is not supported)"
+                f"{base.config.model_type}: the output embedding is {head}; expected a plain linear layer without a "
+                "bias (LoRA on the output embedding is not supported)"
             )
-        base.set_output_embeddings(TokenLossHead(head.weight, head.bias, read_logit_transform(base.config)))
+        base.set_output_embeddings(TokenLossHead(head.weight, read_logit_transform(base.config)))
 
     @property
     def base(self) -> PreTrainedModel:

@@ -85,31 +85,24 @@ def token_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    bias: Tensor | None = None,
     *,
     transform: LogitTransform = PLAIN,
     shard: VocabularyShard | None = None,
     weight_tangent: LowRank | None = None,
 ) -> Tensor:
     """Compute each token's cross-entropy in nats, fp32 (fp64 for fp64 input), `[N]`, of `targets [N]` given the hidden
-    states `[N, H]` that predict them; N may be 0. `weight`: output embedding `[V, H]`; `bias [V]` is added to the raw
-    logits, `transform` applied before the softmax.
+    states `[N, H]` that predict them; N may be 0. `weight`: output embedding `[V, H]`; `transform`: of the raw logits.
 
-    Differentiable by `hidden`, `weight` and `bias` in reverse mode and in forward mode: if an input is a dual tensor
+    Differentiable by `hidden` and `weight` in reverse mode and in forward mode: if an input is a dual tensor
     (`torch.autograd.forward_ad`), so is the result; `weight_tangent` is the low-rank tangent of a `weight` that is no
     dual tensor.
 
-    With `shard`, `weight` is a shard of an output embedding without a bias. Then the call is a collective with the same
-    result on all ranks, over which the caller has to sum the gradient of `hidden`.
+    With `shard`, `weight` is a shard of the output embedding. Then the call is a collective with the same result on all
+    ranks, over which the caller has to sum the gradient of `hidden`.
     """
-    tangents: list[Tensor | LowRank | None] = [None, None, None]
-    if forward_ad._current_level >= 0:
-        hidden, tangents[0] = forward_ad.unpack_dual(hidden)
-        weight, tangents[1] = forward_ad.unpack_dual(weight)
-        if bias is not None:
-            bias, tangents[2] = forward_ad.unpack_dual(bias)
-    tangents[1] = weight_tangent or tangents[1]
-    losses, d_losses, _ = _TokenLoss.apply(hidden, weight, bias, targets, transform, shard, *tangents, None)
+    (hidden, d_hidden), (weight, d_weight) = forward_ad.unpack_dual(hidden), forward_ad.unpack_dual(weight)
+    tangents = d_hidden, weight_tangent or d_weight
+    losses, d_losses, _ = _TokenLoss.apply(hidden, weight, targets, transform, shard, *tangents, None)
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
 
 
@@ -118,38 +111,30 @@ def loss_and_statistic(
     weight: Tensor,
     targets: Tensor,
     statistic: PredictionStatistic,
-    bias: Tensor | None = None,
     *,
     transform: LogitTransform = PLAIN,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute losses as `token_loss` does and, from the same blocks of logits, a statistic of each prediction, without
     a graph, both `[N]`. No dual tensors."""
-    no_tangents = (None, None, None)
-    losses, _, statistics = _TokenLoss.apply(hidden, weight, bias, targets, transform, shard, *no_tangents, statistic)
+    losses, _, statistics = _TokenLoss.apply(hidden, weight, targets, transform, shard, None, None, statistic)
     return losses, statistics
 
 
 def reference_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    reference_hidden: Tensor,
-    bias: Tensor | None = None,
-    *,
-    transform: LogitTransform = PLAIN,
+    hidden: Tensor, weight: Tensor, reference_hidden: Tensor, *, transform: LogitTransform = PLAIN
 ) -> Tensor:
     """Compute `KL(reference || model)` over the vocabulary for each prediction in nats, fp32 (fp64 for fp64 input),
-    `[N]`, differentiable by `hidden`. `weight` and `bias` are those of both models, frozen; `reference_hidden [N, H]`
-    has no graph. Takes three more matrix multiplications with `weight`, and three times the block memory of
-    `token_loss`."""
-    assert not weight.requires_grad and (bias is None or not bias.requires_grad)
-    divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, bias, reference_hidden, transform)
+    `[N]`, differentiable by `hidden`. `weight` is that of both models, frozen; `reference_hidden [N, H]` has no graph.
+    Takes three more matrix multiplications with `weight`, and three times the block memory of `token_loss`."""
+    assert not weight.requires_grad
+    divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, reference_hidden, transform)
     return divergences
 
 
-def compute_raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def compute_raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute the raw logits `[N, V]` of `hidden [N, H]` in the precision of `token_loss`, unblocked."""
-    return _logits(hidden, weight, bias, PLAIN)
+    return _matmul_t(hidden, weight)
 
 
 def _block_size(weight: Tensor) -> int:
@@ -169,9 +154,8 @@ def _matmul_t(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right.t()).to(_accumulation_dtype(left))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
-    raw_logits = _matmul_t(hidden, weight)
-    return transform.apply_(raw_logits if bias is None else raw_logits.add_(bias))
+def _logits(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
+    return transform.apply_(_matmul_t(hidden, weight))
 
 
 def _raw_logit_gradient(
@@ -191,7 +175,7 @@ class _TokenLoss(torch.autograd.Function):
     a transform), a token's loss has the gradient `q = (p - e) s` by its raw logits, `g = q W` by its hidden state, and
     the tangent
 
-        dl = g . dh + (q dW) . h + q . db
+        dl = g . dh + (q dW) . h
 
     That takes two matrix multiplications, like the tangent of the raw logits, `dh W^T + h dW^T`, but no second
     `[block, V]` except for the slope of a softcap. The backward reuses `g`, scaled by each token's upstream gradient.
@@ -203,32 +187,28 @@ class _TokenLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         targets: Tensor,
         transform: LogitTransform,
         shard: VocabularyShard | None,
         d_hidden: Tensor | None,
         d_weight: Tensor | LowRank | None,
-        d_bias: Tensor | None,
         statistic: PredictionStatistic | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.transform, ctx.shard, rows = transform, shard, _token_rows(weight, shard)
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
-        has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
+        has_tangent = d_hidden is not None or d_weight is not None
         d_losses, statistics = torch.zeros_like(losses), torch.empty_like(losses)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits = _logits(hidden[block], rows, bias, transform)
+            logits = _logits(hidden[block], rows, transform)
             log_normalizers[block], target_logits = _normalizers_and_targets(logits, targets[block], shard)
             losses[block] = log_normalizers[block] - target_logits
             if statistic is not None:
                 statistics[block] = _compute_statistic(statistic, logits, log_normalizers[block], shard)
             if has_tangent or hidden_gradient is not None:
                 d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
-                if d_bias is not None:
-                    d_losses[block] += d_raw_logits @ d_bias.to(d_raw_logits.dtype)
                 d_raw_logits = d_raw_logits.to(hidden.dtype)
                 if d_hidden is not None or hidden_gradient is not None:
                     gradient = _matmul_t(d_raw_logits, rows.t())
@@ -248,56 +228,45 @@ class _TokenLoss(torch.autograd.Function):
             del logits  # free this block before the next one is computed
         if has_tangent and shard is not None:
             d_losses = shard.all_gather(d_losses).sum(0)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, hidden_gradient)
+        ctx.save_for_backward(hidden, weight, targets, log_normalizers, hidden_gradient)
         ctx.mark_non_differentiable(d_losses, statistics)
         return losses, d_losses if has_tangent else None, None if statistic is None else statistics
 
     @staticmethod
     def backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_normalizers, hidden_gradient = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        hidden, weight, targets, log_normalizers, hidden_gradient = ctx.saved_tensors
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         transform, shard, rows = ctx.transform, ctx.shard, _token_rows(weight, ctx.shard)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # The sum over blocks is in fp32: rounding each block's term to bf16 would bias training.
         d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=_accumulation_dtype(bias)) if needs_bias else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
             if d_hidden is not None:
                 d_hidden[block] = hidden_gradient[block] * d_losses[block, None]
-            if d_weight is None and d_bias is None:
+            if d_weight is None:
                 continue
-            logits = _logits(hidden[block], rows, bias, transform)
+            logits = _logits(hidden[block], rows, transform)
             d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
             d_raw_logits.mul_(d_losses[block, None])
             del logits
-            if d_bias is not None:
-                d_bias += d_raw_logits.sum(0)
             d_raw_logits = d_raw_logits.to(hidden.dtype)
-            if d_weight is not None:
-                _token_rows(d_weight, shard).add_(d_raw_logits.t() @ hidden[block])
+            _token_rows(d_weight, shard).add_(d_raw_logits.t() @ hidden[block])
             del d_raw_logits  # free this block before the next one is computed
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 7,
-        )
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 6
 
 
 class _ReferenceDivergence(torch.autograd.Function):
     """`sum_v q(v) log(q(v) / p(v))`, whose gradient by the logits of p is `p - q`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor, transform: LogitTransform
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, reference: Tensor, transform: LogitTransform) -> Tensor:
         divergences = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits = _logits(hidden[block], weight, bias, transform)
-            reference_logits = _logits(reference[block], weight, bias, transform)
+            logits = _logits(hidden[block], weight, transform)
+            reference_logits = _logits(reference[block], weight, transform)
             slope = transform.slope(logits)
             normalizers = torch.stack([torch.logsumexp(logits, -1), torch.logsumexp(reference_logits, -1)])
             log_p, log_q = logits.sub_(normalizers[0, :, None]), reference_logits.sub_(normalizers[1, :, None])
@@ -320,7 +289,7 @@ class _ReferenceDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_divergences: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_gradient,) = ctx.saved_tensors
-        return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 4
+        return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 3
 
 
 def _compute_statistic(

@@ -128,7 +128,7 @@ class ParallelTokenLossModel(nn.Module):
         first = layout.rank("tensor") * (num_rows // tensor)
         num_tokens = min(num_rows // tensor, config.vocab_size - first)
         shard = VocabularyShard(first, num_tokens, lambda local: layout.all_gather("tensor", local))
-        self.lm_head = TokenLossHead(weight, None, shard=shard)
+        self.lm_head = TokenLossHead(weight, shard=shard)
         if gradient_checkpointing:
             for layer in layers:
                 layer.checkpoint_activations()
