@@ -61,7 +61,8 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.models.architecture_check import check_configuration, check_model_folder
 
         check_configuration(settings)
-        if any(Path(recipe.model.path).glob("*.safetensors")):  # a configuration alone is enough for planning
+        suffixes = {file.suffix for file in Path(recipe.model.path).glob("*")}
+        if suffixes & {".safetensors", ".bin"}:  # a configuration alone is enough for planning
             check_model_folder(recipe.model.path)
         if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
             from vcore_ds.data.tokenization import load_tokenizer

@@ -146,7 +146,7 @@ class TokenLossModel(nn.Module):
         differentiate_all_rows(causal_lm)
         base = self.base
         head = base.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
+        if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
             raise UserError(
                 f"{base.config.model_type}: the output embedding is {head}; expected a plain linear layer without a "
                 "bias (LoRA on the output embedding is not supported)"
