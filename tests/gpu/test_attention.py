@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch.nn.attention import current_flash_attention_impl
 
 from tests.unit.test_attention import LAYOUTS, SCALE, attend_unfused, draw_inputs, draw_sinks, make_mask
 from vcore_ds.models.attention import SequenceLayout, training_attention
-from vcore_ds.models.attention_kernels import _has_flash_4, can_use_flash_4
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -37,12 +35,3 @@ def relative_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
     """Norm of the error relative to the exact norm. Single elements say little: correct kernels that round scores or
     weights to bf16 at other places differ by several times 5% of an element of the gradients."""
     return float((computed.detach().cpu().double() - exact).norm() / exact.norm())
-
-
-def test_flash_attention_4_is_used_where_it_is_installed() -> None:
-    """Where it is installed, the tests above are tests of it."""
-    if not _has_flash_4():
-        pytest.skip("flash-attn-4 is not installed")
-    test_the_flash_kernel_over_variable_lengths_equals_fp64("unpacked", None, False)
-    is_active = current_flash_attention_impl() == "FA4"
-    assert is_active == can_use_flash_4(torch.cuda.get_device_capability(), 64)

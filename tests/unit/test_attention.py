@@ -395,35 +395,6 @@ def test_fp32_repeats_keys_for_each_query_head(on_gpu) -> None:
     assert on_gpu(torch.float32, 64, (6, 3)) == ("one call a sequence", (1, 6, 16, 64))
 
 
-def test_flash_attention_4_is_selected_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records PyTorch's switch, as the kernels need a GPU: on for heads of 64, off for good after heads of 256."""
-    assert torch.nn.attention.current_flash_attention_impl() is None
-    assert "FA4" in torch.nn.attention.list_flash_attention_impls()
-    chosen = {(9, 0): False, (10, 0): True, (10, 3): True, (12, 0): False}
-    assert {gpu: attention_kernels.can_use_flash_4(gpu, 128) for gpu in chosen} == chosen
-    assert not attention_kernels.can_use_flash_4((10, 0), 136)
-    states: list[str | None] = [None]
-    for name, change in {
-        "activate_flash_attention_impl": states.append,
-        "restore_flash_attention_impl": lambda: states.append(None),
-        "current_flash_attention_impl": lambda: states[-1],
-    }.items():
-        monkeypatch.setattr(torch.nn.attention, name, change)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-
-    def record_states(*head_dims: int) -> list[str | None]:
-        monkeypatch.setattr(attention_kernels, "_head_dims", set())
-        states[:] = [None]
-        for head_dim in head_dims:
-            attention_kernels.select_flash_version(torch.device("cuda"), head_dim)
-        return states[1:]
-
-    assert record_states(64) == []  # not installed here
-    monkeypatch.setattr(attention_kernels, "_has_flash_4", lambda: True)
-    assert record_states(64, 128, 64) == ["FA4"]
-    assert record_states(64, 256, 128) == ["FA4", None] and record_states(256, 64) == []
-
-
 @pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_grouped_heads_work_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins have the signatures of both versions, so another argument would be a TypeError."""

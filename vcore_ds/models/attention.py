@@ -32,7 +32,6 @@ from vcore_ds.models.attention_kernels import (
     CudaFlash,
     explicit_attention,
     flash_attention,
-    select_flash_version,
 )
 from vcore_ds.models.block_attention import block_attention, block_attention_tangent
 from vcore_ds.models.dual_tensors import make_dual, make_dual_if_any
@@ -194,7 +193,6 @@ def _attend_on_gpu(primals: AttentionInputs, layout: SequenceLayout, scoring: Sc
     query, key, value, sinks = primals
     if not SUPPORTS_GQA:
         key, value = _repeat_kv_heads(query, key, value)
-    select_flash_version(query.device, query.shape[-1])
     kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
     return flash_attention(query, key, value, sinks, kernel)
 

@@ -11,62 +11,17 @@ The backward is that of flash attention, called with O' and L': `exp(S - L')` ar
 Shapes: b packs or unpacked sequences, A query heads, K key/value heads, T tokens, D head dimension.
 """
 
-import importlib.util
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from vcore_ds.distributed import layout
-
 SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether `varlen_attn` supports grouped-query attention (torch 2.12 and later)."""
-
-MAX_FLASH_4_HEAD_DIM = 128
-"""Largest head dimension of FlashAttention-4 on data-center Blackwell GPUs."""
-
-
-def can_use_flash_4(capability: tuple[int, int], head_dim: int) -> bool:
-    """Whether FlashAttention-4, if installed, replaces PyTorch's FlashAttention-2: on B200, B300 and GB200, where
-    version 2 reaches a sixth of the peak."""
-    return capability[0] == 10 and head_dim <= MAX_FLASH_4_HEAD_DIM
-
-
-_head_dims: set[int] = set()
-"""Head dimensions seen in this process."""
-
-
-def select_flash_version(device: torch.device, head_dim: int) -> None:
-    """Switch PyTorch's flash kernels to FlashAttention-4 if `can_use_flash_4`.
-
-    PyTorch has one switch per process: once a layer's heads are too large for FlashAttention-4, all layers go back to
-    FlashAttention-2.
-    """
-    if head_dim in _head_dims:
-        return
-    _head_dims.add(head_dim)
-    if "FA4" not in getattr(nn.attention, "list_flash_attention_impls", list)() or not _has_flash_4():
-        return
-    is_active = nn.attention.current_flash_attention_impl() == "FA4"
-    if can_use_flash_4(torch.cuda.get_device_capability(device), max(_head_dims)) != is_active:
-        if is_active:
-            nn.attention.restore_flash_attention_impl()
-        else:
-            nn.attention.activate_flash_attention_impl("FA4")
-        if layout.is_first():
-            print(f"Attention with gradients, heads of {head_dim}: FlashAttention-{2 if is_active else 4}", flush=True)
-
-
-def _has_flash_4() -> bool:
-    """Whether flash-attn-4, or another package with its module, is installed."""
-    try:
-        return importlib.util.find_spec("flash_attn.cute.interface") is not None
-    except ImportError:  # flash_attn, or a dependency
-        return False
 
 
 @dataclass(frozen=True)
