@@ -25,7 +25,6 @@ from transformers import AttentionInterface
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import to_device
-from vcore_ds.distributed.layout import is_first
 from vcore_ds.models.attention_kernels import (
     SUPPORTS_GQA,
     CpuFlash,
@@ -284,33 +283,24 @@ def _run_triton(
 
 
 def _can_use_triton(query: Tensor) -> bool:
-    """Whether to use `flash_tangent`: in half precision only, since in fp32 blocks are faster and as precise."""
-    runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    is_supported = runs_kernels and is_half and query.shape[-1] <= MAX_KERNEL_HEAD_DIM and has_triton()
-    return is_supported and _has_tiles(query.device)
+    """Whether to use `flash_tangent`: where it runs and fits the GPU. In fp32 blocks are faster and as precise."""
+    if not runs_triton(query) or query.shape[-1] > MAX_KERNEL_HEAD_DIM:
+        return False
+    from vcore_ds.models.flash_tangent import find_tiles  # needs Triton
+
+    return find_tiles(query.device) is not None
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton's kernels take this tensor: in half precision, on a GPU or in Triton's interpreter."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return is_half and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and has_triton()
 
 
 @functools.cache
 def has_triton() -> bool:
     """Whether Triton is installed: PyTorch's CUDA wheels depend on it, its CPU wheels do not."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _has_tiles(device: torch.device) -> bool:
-    """Whether the kernel fits the GPU's shared memory; the first rank says once if it does not."""
-    from vcore_ds.models.flash_tangent import find_tiles  # needs Triton
-
-    if find_tiles(device) is not None:
-        return True
-    if is_first():
-        print(
-            f"Forward-mode attention: {torch.cuda.get_device_name(device)} has too little shared memory for the Triton "
-            "kernel; PyTorch computes it in blocks, more slowly",
-            flush=True,
-        )
-    return False
 
 
 def attend_with_graph_and_tangents(

@@ -12,7 +12,6 @@ On a GPU in half precision one Triton kernel each computes the tangent (`pointwi
 so losses equal those of a pass without tangents.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.models.llama import modeling_llama
 
-from vcore_ds.models.attention import has_triton
+from vcore_ds.models.attention import runs_triton
 from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
 
 
@@ -114,7 +113,7 @@ def _rotate_pair(
 @torch.no_grad()
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x [..., D]` by angles whose cosines and sines `[..., D]` broadcast to it; without a graph."""
-    if _can_use_triton(x) and x.dim() == cos.dim() == 4 and cos.shape[1] == 1:
+    if runs_triton(x) and x.dim() == cos.dim() == 4 and cos.shape[1] == 1:
         from vcore_ds.models.pointwise_kernels import rotate_kernel
 
         return rotate_kernel(x, cos, sin)
@@ -143,7 +142,7 @@ def gated_silu_tangent_(gate: Tensor, up: Tensor, d_gate: Tensor | None, d_up: T
     """Compute the tangent of `gated_silu`, in one of the tangents' memory; None without tangents."""
     if d_gate is None and d_up is None:
         return None
-    if _can_use_triton(gate):
+    if runs_triton(gate):
         from vcore_ds.models.pointwise_kernels import gated_silu_tangent_kernel
 
         return gated_silu_tangent_kernel(gate, up, d_gate, d_up)
@@ -167,12 +166,6 @@ class _GatedSilu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         d_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
         return d_gate, silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
-
-
-def _can_use_triton(x: Tensor) -> bool:
-    """Whether to use the kernels: on a GPU in half precision."""
-    is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return is_half and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and has_triton()
 
 
 def rms_norm(
@@ -232,7 +225,7 @@ def _rms_norm_tangent(
     """With `r = 1 / sqrt(mean(x^2) + eps)` and `n = r x`: `dy = w r (dx - n mean(n dx)) + dw n`."""
     if d_x is None and d_weight is None:
         return None
-    if _can_use_triton(x):
+    if runs_triton(x):
         from vcore_ds.models.pointwise_kernels import rms_norm_tangent_kernel
 
         return rms_norm_tangent_kernel(x, weight, inverse, d_x, d_weight)

@@ -65,7 +65,7 @@ def interpret_kernels(on_cpu: OnCpu) -> None:
         pointwise_kernels._gated_silu_tangent,
     ):
         kernel.run = on_memory(kernel.run)
-    pointwise._can_use_triton = lambda x: False
+    pointwise.runs_triton = lambda x: False
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def interpreted_pointwise_kernels() -> Iterator[Counter[str]]:
 
         return run
 
-    can_use = patch.object(pointwise, "_can_use_triton", lambda x: x.is_cuda and x.dtype == torch.bfloat16)
+    can_use = patch.object(pointwise, "runs_triton", lambda x: x.is_cuda and x.dtype == torch.bfloat16)
     names = ("rms_norm_tangent_kernel", "rotate_kernel", "gated_silu_tangent_kernel")
     with can_use, patch.multiple(pointwise_kernels, **{name: counted(name) for name in names}):
         yield launches
