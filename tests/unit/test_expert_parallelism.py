@@ -238,15 +238,6 @@ def test_the_plan_assumes_a_load_of_the_fullest_rank(capsys: pytest.CaptureFixtu
     assert f"is sent {estimate_fullest_load(SHAPE, 32):.2f} times the mean GPU's tokens" in printed
 
 
-@pytest.mark.parametrize("command", [["check", "--ranks", "32"], ["plan", "--gpus", "32"]])
-def test_commands_refuse_an_expert_parallel_size_in_the_same_words(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, *words = command
-    assert main([name, str(LARGE), "parallel.expert=64", *words]) != 0
-    assert "parallel.expert: found 64 on 32 ranks; expected a divisor" in capsys.readouterr().err
-
-
 def test_the_console_shows_the_expert_load_of_an_moe_model(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = ["loss", "weighted_loss", "grad_norm", "learning_rate", "supervised_tokens_per_second"]
     values: dict[str, Any] = dict.fromkeys(numbers, 1.0) | {
