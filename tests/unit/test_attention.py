@@ -383,16 +383,14 @@ def test_head_sizes_of_the_flash_kernel_use_it(on_gpu, head_dim: int) -> None:
     assert on_gpu(torch.bfloat16, head_dim)[0] == "varlen"
 
 
-@pytest.mark.parametrize("head_dim", [4, 100, 200, 224, 257, 264, 512])
-def test_other_head_sizes_fall_back_to_one_call_a_sequence(on_gpu, head_dim: int) -> None:
-    """PyTorch's backward raises for 192 < D <= 224 on compute capability 8.6, 8.9 and 12.x."""
-    assert on_gpu(torch.bfloat16, head_dim) == ("one call a sequence", (1, 4, 16, head_dim))
-
-
-def test_fp32_repeats_keys_for_each_query_head(on_gpu) -> None:
-    """With grouped heads the only fp32 kernel of PyTorch holds all scores."""
-    assert on_gpu(torch.float32, 64) == ("one call a sequence", (1, 4, 16, 64))
-    assert on_gpu(torch.float32, 64, (6, 3)) == ("one call a sequence", (1, 6, 16, 64))
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "heads"),
+    [*((torch.bfloat16, dim, (4, 2)) for dim in (4, 100, 200, 224, 257, 264, 512)), (torch.float32, 64, (6, 3))],
+)
+def test_others_fall_back_to_one_call_a_sequence(on_gpu, dtype: torch.dtype, head_dim: int, heads) -> None:
+    """With keys repeated for each query head: with grouped heads the only fp32 kernel of PyTorch holds all scores.
+    The flash kernel's backward raises for 192 < D <= 224 on compute capability 8.6, 8.9 and 12.x."""
+    assert on_gpu(dtype, head_dim, heads) == ("one call a sequence", (1, heads[0], 16, head_dim))
 
 
 @pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])

@@ -190,11 +190,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         bias="none",
     )
     misread = find_misread_layers(model, layers)
-    try:
-        with keep_layer_names():
-            adapted = get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"lora.target_modules: {lora.target_modules!r}: {error}") from None
+    with keep_layer_names():
+        adapted = get_peft_model(model, config)
     # peft keeps a set, whose order differs between processes; sorted, a run always writes the same adapter_config.json.
     config.target_modules = sorted(config.target_modules or ())
     if misread:
