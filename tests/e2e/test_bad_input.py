@@ -192,7 +192,7 @@ MISTAKES = {
     ),
     "no weights": Mistake(
         MODEL,
-        ("model.path: {folder}/model: found a config.json but no weights",),
+        ("model.path: {folder}/model: found neither model.safetensors",),
         prepare=lambda folder, _: (write_model(folder / "model") / "model.safetensors").unlink(),
     ),
     "truncated weights": Mistake(
@@ -200,7 +200,7 @@ MISTAKES = {
     ),
     "no configuration": Mistake(
         MODEL,
-        ("model.path: {folder}/model: no config.json there",),
+        ("model.path: {folder}/model: no configuration can be read",),
         prepare=lambda folder, _: (write_model(folder / "model") / "config.json").unlink(),
     ),
     "no model folder": Mistake(MODEL, ("model.path: {folder}/model: no such folder",)),
@@ -211,7 +211,7 @@ MISTAKES = {
     ),
     "adapters that cannot be written": Mistake(
         ("methods/sft.yaml", "lora.target_modules=[q_proj, embed_tokens]"),
-        ("lora.target_modules: found embed_tokens", "Embedding"),
+        ("lora.target_modules: found embed_tokens", "linear layers or experts"),
         recipe=LORA,
         commands=BOTH,
     ),
