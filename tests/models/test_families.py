@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DENSE = ("gemma4_text", *(("llama", "gemma3_text, untied", "granite, tied") if IS_SOAK else ()))
 MOE_MODELS = ("qwen3_moe, tied", "gpt_oss", *(("deepseek_v3, tied", "glm4_moe") if IS_SOAK else ()))
 WITHOUT_RULES = {
-    "cpmant": "depends on the tokens behind it",
+    "cpmant": "this architecture does not isolate sequences",
     "hrm_text": "a decoder layer runs ",
     "rwkv": "the architecture's own code fails",
 } | soak(
