@@ -119,26 +119,16 @@ _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
               expert_layer_offset=1), Experts(6, 16, 2, 32)),
         ({"num_experts": [4, 8], "moe_topk": [2, 2], "moe_intermediate_size": 16}, Experts(12, 8, 2, 16)),
         ({"num_experts": "many", "intermediate_size": 32}, None),
+        ({"intermediate_size": 32}, None),
+        ({"num_local_experts": 0, "intermediate_size": 32}, None),  # Granite 4 without experts
+        ({"num_experts": 1, "moe_topk": 1, "intermediate_size": 32}, None),  # Hunyuan's
+        ({"num_experts": None, "intermediate_size": 32}, None),
+        (_EXPERTS | {"enable_moe_block": False}, None),
     ],
 )  # fmt: skip
 def test_experts_are_read_from_configurations(config: dict[str, Any], expected: Experts | None) -> None:
     assert read_experts(config, 12) == expected
     assert is_moe(config) == (expected is not None)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"intermediate_size": 32},
-        {"num_local_experts": 0, "intermediate_size": 32},  # Granite 4 without experts
-        {"num_experts": 1, "moe_topk": 1, "intermediate_size": 32},  # Hunyuan's
-        {"num_experts": None, "intermediate_size": 32},
-        _EXPERTS | {"enable_moe_block": False},
-    ],
-)
-def test_a_dense_model_of_an_moe_architecture_has_no_experts(config: dict[str, Any]) -> None:
-    assert read_experts(config, 12) is None
-    assert not is_moe(config)
 
 
 def test_time_counts_active_parameters_and_memory_all_of_them() -> None:

@@ -342,12 +342,11 @@ def measure_waste(
     """
     num_tokens = num_computed = most = 0
     total = slowest = 0.0
-    busy: set[int] = set()
+    busy = {group for groups in micro_steps for group, positions in enumerate(groups) if positions}
     for groups in micro_steps:
         works = []
-        for group, positions in enumerate(groups):
+        for positions in groups:
             unpadded = [lengths[i] for i in positions]
-            busy |= {group} if unpadded else set()
             padded = list_padded_lengths(unpadded, sequence_parallel, is_packed=is_packed)
             num_tokens += sum(unpadded)
             num_computed += sum(padded)

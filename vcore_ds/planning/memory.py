@@ -88,12 +88,8 @@ def estimate_memory(
         phases["utility"] = model.estimate_gradient_free_pass(settings.utility_tokens)
     phases["main"] = model.estimate_gradient_pass(settings.main_tokens, carries_tangents=settings.is_fused)
     in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _divide(counts.trained, settings.num_ranks))
-    phases["step"] = {"gradients of the update": _FP32 * in_update}
-    if settings.optimizer == "muon":
-        phases["step"] = {
-            **phases["step"],
-            "a matrix of Muon": _estimate_muon_workspace(shape, settings, copies=6, squares=3),
-        }
+    in_muon = settings.optimizer == "muon" and _estimate_muon_workspace(shape, settings, copies=6, squares=3)
+    phases["step"] = {"gradients of the update": _FP32 * in_update} | ({"a matrix of Muon": in_muon} if in_muon else {})
     if "probe" in phases:
         in_direction = _estimate_direction_phase(shape, settings, counts)
         phases["probe"] = max(phases["probe"], in_direction, key=lambda parts: sum(parts.values()))
@@ -197,11 +193,11 @@ class _Model:
         self.copies = 0 if experts is None else settings.expert_load * experts.per_token
         self.copies_in_flight = 2 * self.copies if settings.expert > 1 else 0
         # Width of the MLP that a token passes through, in an MoE model of an MoE layer; and of the one that recomputes
-        # its activated gate: experts save it.
-        self.mlp_width = self.formula_width = shape.intermediate_size
+        # its activated gate in the backward: experts save it.
+        self.mlp_width = self.recomputing_width = shape.intermediate_size
         if experts is not None:
             self.mlp_width = math.ceil(self.copies * experts.width) + experts.shared_width
-            self.formula_width = experts.shared_width
+            self.recomputing_width = experts.shared_width
         # A norm saves each number of its input in its dtype, or in fp32 with the factor of the weight's gradient.
         self.norm_bytes = self.b if shape.has_llama_norms else _FP32 + (self.b if self.is_full else 0)
 
@@ -292,7 +288,7 @@ class _Model:
         norms = (num_norms * hidden + shape.normalizes_heads * heads * num_tokens) * self.norm_bytes
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
-        mlp = b * (3 * self.mlp_width - shape.has_llama_norms * self.formula_width)  # gate, its activation, up
+        mlp = b * (3 * self.mlp_width - shape.has_llama_norms * self.recomputing_width)  # gate, its activation, up
         # Outputs of the norms and of the gated activation: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep separate copies.
         inputs = 0 if not self.is_full and b < _FP32 else b * (2 * hidden + num_tokens * self.mlp_width)
