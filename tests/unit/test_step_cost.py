@@ -288,7 +288,6 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
         ("GB200", "GB200"),
         ("NVIDIA B200", "B200"),
         ("rtx-pro-6000", "RTX PRO 6000"),
-        ("RTXPRO6000", "RTX PRO 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA L40S", None),

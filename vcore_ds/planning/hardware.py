@@ -116,22 +116,19 @@ _OTHER_PEAKS = {"GH200": 989e12, "L40S": 362e12, "L4": 121e12}
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP a second of a device by its driver's name; None for one that is not in the table."""
     gpu = find_gpu(device_name)
-    if gpu is not None:
-        return gpu.flops
-    words = f" {device_name.upper().replace('-', ' ')} "
-    return next((flops for name, flops in _OTHER_PEAKS.items() if f" {name} " in words), None)
+    others = (flops for name, flops in _OTHER_PEAKS.items() if name in _split_name(device_name))
+    return next(others, None) if gpu is None else gpu.flops
 
 
 def find_gpu(name: str) -> Gpu | None:
     """The device of that name, in any case and with any separators, also as a driver writes it."""
-    words = " ".join(name.upper().replace("-", " ").replace("_", " ").split())
-    matches = []
-    for gpu in GPUS.values():
-        known = gpu.name.upper().split()
-        if set(known) <= set(words.split()) or "".join(known) == words:
-            matches.append((len(known), gpu))
+    matches = [gpu for gpu in GPUS.values() if _split_name(gpu.name) <= _split_name(name)]
     # An H100 PCIe is an H100 too: the longest name says most.
-    return max(matches, key=lambda pair: pair[0])[1] if matches else None
+    return max(matches, key=lambda gpu: len(gpu.name), default=None)
+
+
+def _split_name(name: str) -> set[str]:
+    return set(name.upper().replace("-", " ").replace("_", " ").split())
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,10 @@ def estimate_memory(
         phases["utility"] = model.estimate_gradient_free_pass(settings.utility_tokens)
     phases["main"] = model.estimate_gradient_pass(settings.main_tokens, carries_tangents=settings.is_fused)
     in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _divide(counts.trained, settings.num_ranks))
-    in_muon = settings.optimizer == "muon" and _estimate_muon_workspace(shape, settings, copies=6, squares=3)
-    phases["step"] = {"gradients of the update": _FP32 * in_update} | ({"a matrix of Muon": in_muon} if in_muon else {})
+    step = {"gradients of the update": _FP32 * in_update}
+    if settings.optimizer == "muon":
+        step["a matrix of Muon"] = _estimate_muon_workspace(shape, settings, copies=6, squares=3)
+    phases["step"] = step
     if "probe" in phases:
         in_direction = _estimate_direction_phase(shape, settings, counts)
         phases["probe"] = max(phases["probe"], in_direction, key=lambda parts: sum(parts.values()))
