@@ -12,7 +12,7 @@ from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.batch_layout import BatchLayout, Waste
-from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
+from vcore_ds.planning.hardware import Cluster, find_gpu
 from vcore_ds.planning.memory import Phase, estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import StepPasses, TimeModel, parameter_counts
@@ -47,19 +47,12 @@ def read_zero_section(deepspeed_config: str) -> dict[str, Any]:
     return section
 
 
-def make_memory_settings(
-    method: str, num_tokens: int, deepspeed_config: str = "zero3_bf16.json", num_ranks: int | None = None
-) -> MemorySettings:
-    """Settings that determine memory and passes of a method's step.
-
-    Args:
-        num_tokens: of a pack, which is a micro-batch.
-        num_ranks: those of this job by default.
-    """
+def make_memory_settings(method: str, num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> MemorySettings:
+    """Settings that determine memory and passes of a method's step, with a pack of `num_tokens` as its micro-batch."""
     zero = read_zero_section(deepspeed_config)
     is_vcore, is_fused = method != "sft", "fused" in method
     return MemorySettings(
-        num_ranks=num_ranks or layout.size("shards"),
+        num_ranks=layout.size("shards"),
         main_tokens=num_tokens,
         probe_tokens=num_tokens if is_vcore else 0,
         utility_tokens=num_tokens if is_vcore and not is_fused else 0,
@@ -87,24 +80,13 @@ def count_needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, num_
 
 
 def predict_seconds(
-    method: str,
-    sizes: dict[str, Any],
-    num_tokens: int,
-    num_packs: int,
-    deepspeed_config: str,
-    gpu: Gpu | None = None,
-    num_ranks: int | None = None,
+    method: str, sizes: dict[str, Any], num_tokens: int, num_packs: int, deepspeed_config: str
 ) -> Mapping[Phase, float] | None:
-    """Seconds of each phase by the plan's cost model; None on a device whose peak is unknown.
-
-    Args:
-        gpu, num_ranks: this rank's device, and the ranks of this job, by default.
-    """
-    if gpu is None and uses_gpu():
-        gpu = find_gpu(torch.cuda.get_device_name())
+    """Seconds of each phase by the plan's cost model; None on a device whose peak is unknown."""
+    gpu = find_gpu(torch.cuda.get_device_name()) if uses_gpu() else None
     if gpu is None:
         return None
-    settings = make_memory_settings(method, num_tokens, deepspeed_config, num_ranks)
+    settings = make_memory_settings(method, num_tokens, deepspeed_config)
     ranks, shape, zero = settings.num_ranks, make_shape(sizes), read_zero_section(deepspeed_config)
     pack = pack_lengths(num_tokens)
 
@@ -116,9 +98,9 @@ def predict_seconds(
         ]
         num_total = num_packs * ranks * num_tokens
         waste = Waste(num_total, num_total, num_total / ranks, num_total / ranks, 0)
-        return pack * ranks * num_packs, BatchLayout(1, ranks, steps, waste, num_tokens, True, 0.0)
+        return pack * ranks * num_packs, BatchLayout(1, steps, waste, num_tokens, True, 0.0)
 
-    cluster = Cluster(gpu, ranks, num_local_ranks() if num_ranks is None else num_ranks)
+    cluster = Cluster(gpu, ranks, num_local_ranks())
     model = StepModel(
         TimeModel(shape, ranks, cluster.ranks_per_node, cluster.machine),
         parameter_counts(shape),
