@@ -120,12 +120,10 @@ def _check_is_finished(folder: Path, where: str) -> None:
 
 
 def _resolve_set_name(name: str | None, scores: Scores, where: str) -> str:
-    names = ", ".join(scores.sets)
     if name is None and len(scores.sets) == 1:
         return next(iter(scores.sets))
-    if name is None:
-        raise UserError(f"{where}: found null, and scores for {len(scores.sets)} sets; expected one of {names}")
     if name not in scores.sets:
-        near = did_you_mean(difflib.get_close_matches(name, scores.sets, n=1))
-        raise UserError(f"{where}: found {name}, for which there are no scores; expected one of {names}{near}")
+        near = "" if name is None else did_you_mean(difflib.get_close_matches(name, scores.sets, n=1))
+        found = "null" if name is None else f"{name}, for which there are no scores"
+        raise UserError(f"{where}: found {found}; expected one of {', '.join(scores.sets)}{near}")
     return name

@@ -22,7 +22,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import computes_in_fp32
 from vcore_ds.distributed.device import device
-from vcore_ds.distributed.process_group import run_first_rank_first, run_on_first_rank
+from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
@@ -31,7 +31,7 @@ from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.model_folder import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import MemoryPlan, plan_memory
+from vcore_ds.planning.fit import MemoryPlan, describe_memory, plan_memory
 from vcore_ds.planning.passes import ParameterCounts, derive_needed_passes
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training import console, run_folder, start_screen
@@ -175,7 +175,7 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> O
     checkpoints, checkpoint = folder / "checkpoints", None
     run_on_first_rank(lambda: run_folder.check_output_folder(folder))
     if resumes:
-        run_first_rank_first(lambda: lock_run_folder(recipe, lock, True))
+        run_on_first_rank(lambda: lock_run_folder(recipe, lock, True))
     elif branch is not None:
         console.say(f"This run begins from {branch}")
         run_on_first_rank(lambda: lock.acquire(console.say))
@@ -205,8 +205,6 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> O
 def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool) -> None:
     """Lock the run's folder for this job, on rank 0. Raises UserError if another job holds it, or has worked in it
     since this job started."""
-    if not layout.is_first():
-        return
     lock.acquire(console.say)
     if can_resume(recipe) != resumes:
         raise UserError(
@@ -245,10 +243,11 @@ def describe_start(
         console.say(description)
         console.note(description)
     for part, used in utilization.items():
+        console.note(f"Balance of the {part} batch in the next steps: {used.describe()}")
         if used.is_low:
             console.warn(feed.plan.describe_warning(part))
-    for line in start_screen.describe_use_of_ranks(feed.plan, utilization, memory):
-        console.note(line)
+    if memory is not None:
+        console.note(describe_memory(memory))
     return memory
 
 
@@ -317,7 +316,7 @@ def begin_folder(
         for path in moved or []:
             console.say(f"The run had finished and goes on: its result after step {opened.newest_step} is {path}")
     else:  # not earlier: every check comes before the first file
-        run_first_rank_first(lambda: lock_run_folder(recipe, lock, False))
+        run_on_first_rank(lambda: lock_run_folder(recipe, lock, False))
     log = run_on_first_rank(lambda: open_log(recipe, opened))
     if opened.checkpoint is None:
         before = validate(trainer, opened.data)

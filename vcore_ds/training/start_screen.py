@@ -1,7 +1,7 @@
 """Describe a run at its start: on the screen, and in detail in start.txt."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,9 +12,6 @@ from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_st
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.planning.batch_layout import Utilization
-from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
-from vcore_ds.planning.fit import MemoryPlan, describe_memory
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.training.feed import Feed, count_dataset_tokens
 
@@ -106,13 +103,3 @@ def shorten_path(path: str) -> str:
     """Make a path relative to the working directory if it is below it."""
     below = os.path.relpath(path) if os.path.isabs(path) else path
     return path if below.startswith("..") else below
-
-
-def describe_use_of_ranks(
-    plan: BatchPlan, passes: Mapping[BatchKind, Utilization], memory: MemoryPlan | None
-) -> Iterator[str]:
-    """Describe the balance of the next steps' passes, and the estimated memory."""
-    for part, utilization in passes.items():
-        yield f"Balance of the {part} batch in the next steps: {utilization.describe()}"
-    if memory is not None:
-        yield describe_memory(memory)
