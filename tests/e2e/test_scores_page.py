@@ -52,7 +52,9 @@ def test_the_page_shows_statistics_by_set_and_source(browser: "Browser", folder:
             assert page.evaluate("document.documentElement.scrollWidth") == width
         assert "hacked" not in page.title() and page.locator("script").count() == 4  # JSON, two sets, code
         sections = page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)")
-        assert sections == ["sets", "distribution", "sources", "traces"]
+        assert sections == ["sets", "distribution", "sources", "ends", "traces"]
+        ends = page.locator("#ends table").first.locator("tbody tr").all_inner_texts()
+        assert [int(row.split("\t")[0]) for row in ends] == [1, 2, 3, 58, 59, 60]
         rows = page.locator("#sources table").first.locator("tbody tr").all_inner_texts()
         assert [row.split("\t")[:3] for row in rows] == [
             ["all", "60", "67%"], ["a.jsonl", "45", "89%"], [HOSTILE, "15", "0%"]

@@ -80,10 +80,10 @@ def read(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: 
         ("mine.yaml", [], ["a="], None, "--set: found a=;"),
         ("mine.yaml", [], ["a=x.jsonl", "a=y.jsonl"], None, "--set: found a=y.jsonl"),
         ("mine.yaml", DIFFERENCES, [], None, "utility.estimator: found finite_difference; expected jvp"),
-        ("mine.yaml", [], [], "step_00000002", "--checkpoint: found step_00000002 together with a recipe"),
+        ("mine.yaml", [], [], "step_00000002", "--checkpoint: found step_00000002 without a run"),
         ("run", [], [], "step_00000005", "expected step_00000005; found step_00000002, step_00000004"),
         ("run", [], [], "all", "RUN: run: found no learning rate of step 2"),
-        ("run/checkpoints", [], [], None, "RUN: run/checkpoints: found no recipe.yaml"),
+        ("run/checkpoints", [], [], None, "run/checkpoints: found no recipe.yaml"),
     ],
 )
 def test_a_request_that_cannot_be_scored_is_refused(
@@ -101,6 +101,20 @@ def test_a_request_that_cannot_be_scored_is_refused(
     with pytest.raises(UserError) as caught:
         read_inputs(target, [*TRUSTED, *overrides], sets, checkpoint, None)
     assert message in str(caught.value)
+
+
+def test_a_model_is_scored_without_a_recipe(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    for model in ("owner/name", "a model: #1"):
+        inputs = read_inputs(model, ["probe.rank=16"], ["good=trusted.jsonl"], None, None, data="pool.jsonl")
+        assert inputs.sets == {"good": "trusted.jsonl"} and inputs.checkpoints == []
+        assert inputs.output == Path("runs/scores", Path(model).name)
+        recipe = inputs.recipe
+        assert (recipe.model.path, recipe.data.train_path) == (model, "pool.jsonl")
+        assert recipe.lora is None and recipe.probe.rank == 16 and recipe.probe.direction == "sgd"
+    for target in ("mine.yaml", "run"):
+        with pytest.raises(UserError, match=f"--data: found pool.jsonl with {target}; expected a model"):
+            read_inputs(target, [], ["good=trusted.jsonl"], None, None, data="pool.jsonl")
 
 
 def test_an_existing_output_is_refused(recipe: Path, tmp_path: Path) -> None:

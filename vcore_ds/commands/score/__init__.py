@@ -12,7 +12,8 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import reading, refuse_existing
 from vcore_ds.config import sections
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.files import SHIPPED_RECIPES
+from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.schema import Recipe
 
 if TYPE_CHECKING:
@@ -20,19 +21,23 @@ if TYPE_CHECKING:
 
 HELP = "score training traces by their influence on a target set"
 DESCRIPTION = (
-    "Compute the influence of each training trace (data.train_path) on a set of trusted traces (the target or "
-    "validation set of LESS; data.probe_path). A trace's utility is the derivative of its loss along the gradient of "
-    "the set's loss, positive where learning the trace lowers the set's loss. Utilities are exact and cost one "
-    "forward-mode (JVP) pass over the data per set, with no backward over the data and no stored gradients. Writes a "
-    "table of all traces, the tokens of the best and the worst, and a page. The same command resumes a stopped "
-    "scoring. Runs as one process, or under a launcher as one process per rank. Example: vcore-ds score RECIPE.yaml "
-    "data.probe_path=trusted.jsonl"
+    "Compute the influence of each training trace (--data, or a recipe's data.train_path) on a set of trusted traces "
+    "(the target or validation set of LESS; --set, or data.probe_path). A trace's utility is the derivative of its "
+    "loss along the gradient of the set's loss, positive where learning the trace lowers the set's loss. Utilities are "
+    "exact and cost one forward-mode (JVP) pass over the data per set, with no backward over the data and no stored "
+    "gradients. Writes a table of all traces, the tokens of the best and the worst, and a page. The same command "
+    "resumes a stopped scoring. Runs as one process, or under a launcher as one process per rank. Example: vcore-ds "
+    "score MODEL --data pool.jsonl --set good=trusted.jsonl"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="RECIPE | RUN", help="a recipe, to score with its base model, or a run, with its checkpoint")
+    target = "a model, with --data; a recipe, to score with its base model; or a run, with its checkpoint"
+    add("target", metavar="MODEL | RECIPE | RUN", help=target)
+    add(
+        "--data", metavar="PATH", help="traces to score with a MODEL (a folder or hub id): files, folder or token store"
+    )
     add_overrides(parser)
     sets = "a named trusted set instead of data.probe_path; repeat it for several: each adds a pass over the data"
     add("--set", dest="sets", action="append", default=[], metavar="NAME=PATH", help=sets)
@@ -56,7 +61,8 @@ _SET = re.compile(r"(\w{1,64})=(.+)")
 
 def main(arguments: argparse.Namespace) -> None:
     named = (arguments.target, arguments.overrides, arguments.sets, arguments.checkpoint, arguments.output)
-    inputs = read_inputs(*named, again=arguments.again, all_tokens=arguments.tokens == "all")
+    all_tokens = arguments.tokens == "all"
+    inputs = read_inputs(*named, data=arguments.data, again=arguments.again, all_tokens=all_tokens)
     with lasting_imports():
         from vcore_ds.commands.score.compute import score
 
@@ -81,19 +87,33 @@ def read_inputs(
     sets: Sequence[str],
     checkpoint: str | None,
     output: Path | None,
+    data: str | None = None,
     again: bool = False,
     all_tokens: bool = False,
 ) -> ScoreInputs:
     """Check the command's arguments, and read what they name, before torch is imported. Raises UserError where the
-    recipe, the run, the checkpoint, a set or the output cannot be used."""
+    recipe, the run, the checkpoint, a set or the output cannot be used. `data`: traces to score where `target` is a
+    model."""
     from vcore_ds.training.run_folder import RECIPE
 
-    run = Path(target) if Path(target).is_dir() else None
-    if run is not None and not (run / RECIPE).is_file():
-        raise UserError(f"RUN: {run}: found no {RECIPE} there; expected a recipe, or a run's folder (run.output_dir)")
+    run = Path(target) if (Path(target) / RECIPE).is_file() else None
+    if run is None and data is None and Path(target).is_dir():
+        raise UserError(
+            f"{target}: found no {RECIPE} there; expected a recipe, a run's folder (run.output_dir), or a model's with "
+            "--data PATH"
+        )
     if run is None and checkpoint is not None:
-        raise UserError(f"--checkpoint: found {checkpoint} together with a recipe; expected a run's folder (RUN)")
-    recipe = load_recipe(target if run is None else run / RECIPE, overrides)
+        raise UserError(f"--checkpoint: found {checkpoint} without a run; expected a run's folder (RUN)")
+    if data is None:
+        recipe = load_recipe(target if run is None else run / RECIPE, overrides)
+    elif run is not None or target.endswith(".yaml"):
+        raise UserError(
+            f"--data: found {data} with {target}; expected a model's folder or hub id. A recipe and a run "
+            "name their data: data.train_path=PATH"
+        )
+    else:
+        words = [make_override("model.path", target), make_override("data.train_path", data)]
+        recipe = load_recipe(SHIPPED_RECIPES / "parts" / "scoring.yaml", [*words, *overrides])
     if recipe.method.uses_utilities and recipe.utility.estimator != "jvp":
         raise UserError(
             "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, by forward-mode "
@@ -115,7 +135,7 @@ def read_inputs(
             )
         path_of_set = {_ONLY_SET: recipe.data.probe_path}
     if output is None:
-        output = Path("runs", "scores", Path(target).name.removesuffix(".yaml") if run is None else run.resolve().name)
+        output = Path("runs", "scores", (run or Path(target)).resolve().name.removesuffix(".yaml"))
     refuse_existing(output, NEW_FOLDER)
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)

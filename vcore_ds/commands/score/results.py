@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.commands.report.page import (
     NOTHING,
@@ -241,6 +242,7 @@ ENDS = ("the highest mean utility", "the lowest mean utility")
 NUM_BINS = 40
 EDGES = (0.005, 0.995)
 """Quantiles that limit a histogram's bins; traces beyond them are counted in the outer bins."""
+NUM_LISTED, NUM_LISTED_TOKENS = 3, 24  # traces at each end that the screen shows, with their first learned tokens
 MOST_SOURCES = 40  # maximum rows of the table of sources: those with the most traces
 ABOUT_HISTOGRAMS = (
     "Number of traces by utility: the mean over a trace's tokens, and their sum. The 0.5% highest and the 0.5% lowest "
@@ -295,7 +297,8 @@ def write_page(folder: Path) -> Page:
     scores, shown = scores_folder.read_scores(folder), scores_folder.read_tokens(folder)
     names = [column for name in scores.sets for column in utility_columns(name)]
     columns = scores_folder.read_traces(folder, ["source", "row", "num_supervised_tokens", "loss", *names])
-    texts = TokenTexts(load_tokenizer(str(find_local_folder(scores.model))), list(map(ShownTokens.from_row, shown)))
+    tokenizer = load_tokenizer(str(find_local_folder(scores.model)))
+    texts = TokenTexts(tokenizer, list(map(ShownTokens.from_row, shown)))
     encoded = [encode_scored(name, columns, shown, texts) for name in scores.sets]
     histograms = [
         {"key": f"{by}-{name}", "section": f"{by} over the tokens", "title": name, "note": "", **_histogram(utilities)}
@@ -307,12 +310,14 @@ def write_page(folder: Path) -> Page:
     num_sources = len(np.unique(columns["source"].astype(str)))
     fewer = [f"The {MOST_SOURCES} sources with the most traces, of {num_sources}."] * (num_sources > MOST_SOURCES)
     sources = [_sources_table(columns, name) for name in scores.sets]
+    ends = [_ends_table(name, columns, shown, tokenizer) for name in scores.sets]
     drawn: list[Block] = [ABOUT_HISTOGRAMS, Drawing("histograms")]
     sections = [
         Section("sets", "", "", [_sets_table(scores)]),
         Section("distribution", "Distribution of the utility", "Distribution", drawn, in_text=False),
         Section("sources", "By source", "Sources", [*fewer, sources]),
-        Section("traces", "The best and the worst traces", "Traces", [Drawing("viewer")], in_text=False),
+        Section("ends", "The best and the worst traces", "", ends),
+        Section("traces", "Their tokens", "Traces", [Drawing("viewer")], in_text=False),
     ]
     steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
     model = f"{scores.checkpoints[0].run} after step {steps}" if scores.checkpoints else scores.model
@@ -350,6 +355,23 @@ def _sets_table(scores: Scores) -> Table:
         shown = [NOTHING if value is None else f"{value:+.2f}" for value in correlations]
         rows.append([name, one.path, f"{one.num_sequences:,}", f"{one.loss:.4f}", f"{one.gradient_norm:.4g}", *shown])
     return Table("Trusted sets", head, rows)
+
+
+def _ends_table(
+    name: str, columns: Columns, shown: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> Table:
+    """The first and the last traces by mean utility, with the beginning of what is learned of them."""
+    _, mean, rank, _ = (columns[column] for column in utility_columns(name))
+    by_rank = {int(rank[row["sequence"]]): row for row in shown if row["set"] == name}
+    ordered = sorted(by_rank)
+    rows = []
+    for place in dict.fromkeys([*ordered[:NUM_LISTED], *ordered[-NUM_LISTED:]]):
+        row = by_rank[place]
+        i, learned = row["sequence"], np.array(row["tokens"])[np.array(row["supervised"], dtype=np.bool_)]
+        text = " ".join(str(tokenizer.decode(learned[:NUM_LISTED_TOKENS])).split())
+        where = f"{Path(str(columns['source'][i])).name}, row {int(columns['row'][i]):,}"
+        rows.append([f"{place:,}", where, f"{mean[i]:.3g}", text])
+    return Table(f"By mean utility for {name}", ["rank", "trace", "mean utility", "what is learned"], rows)
 
 
 def _sources_table(columns: Columns, name: str) -> Table:
