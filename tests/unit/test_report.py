@@ -17,8 +17,6 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.report.page import (
     FILES,
-    IN_ANSWER,
-    KIND_BITS,
     NOTHING,
     SCRIPTS,
     STYLE,
@@ -26,7 +24,6 @@ from vcore_ds.commands.report.page import (
     loss_levels,
     name_by_first_words,
     nearest,
-    ranks,
     utility_levels,
     weight_levels,
 )
@@ -45,10 +42,8 @@ from vcore_ds.commands.report.tables import (
     summarize,
     weight_range,
 )
-from vcore_ds.commands.report.tokens import KINDS
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
-from vcore_ds.training.token_records import TokenRecord
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"
@@ -72,48 +67,15 @@ def chart_of(*folders: Path) -> dict[str, Chart]:
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def decode(run: ReportedRun, records: list[TokenRecord]) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray]:
-    """The description of encoded tokens, the numbers of their texts, their ranks, and a row of codes per measure with
-    their flags as the last."""
-    description, blob = encode_records(run, records, 10**6)
-    packed = gzip.decompress(base64.b64decode(blob))
-    num_tokens, num_rows = sum(record.num_tokens for record in records), len(description["measures"]) + 1
-    assert len(packed) == (8 + num_rows) * num_tokens
-    texts, places = np.frombuffer(packed[: 8 * num_tokens], dtype="<u4").reshape(2, -1)
-    return description, texts, places, np.frombuffer(packed[8 * num_tokens :], dtype=np.uint8).reshape(num_rows, -1)
-
-
-def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
-    (run,) = read_reported(make_run(tmp_path / "run"))
-    description, texts, places, (weights, losses, utilities, flags) = decode(run, run.records)
-    assert description["measures"] == ["weight", "loss", "utility"]
-    pieces = [description["texts"][i] for i in texts]
-    assert "".join(pieces) == TEXT * 2 and pieces[pieces.index("😀") + 1] == ""
-    answer = "".join(piece for piece, flag in zip(pieces, flags, strict=True) if flag & IN_ANSWER)
-    assert answer.startswith("42") or answer == "\\boxed{42}" * 2
-    kinds = [KINDS[flag & KIND_BITS] for flag in flags]
-    assert kinds[pieces.index("4")] == "digit" and kinds[pieces.index(" ")] == "white space"
-
-    sequences = run.records[0].sequences
-    levels = {name: np.array(description["levels"][name]) for name in ("weight", "loss")}
-    relative = np.concatenate([sequence.relative_weights for sequence in sequences])
-    spread = np.log(relative.max() / relative.min())
-    assert np.abs(np.log(levels["weight"][weights] / relative)).max() < spread / 128
-    assert np.abs(levels["loss"][losses] - np.concatenate([s.losses for s in sequences])).max() < 0.05
-    expected = np.concatenate([s.utilities for s in sequences])
-    decoded = np.array(description["levels"]["utility"][2])[utilities]
-    assert np.abs(decoded - expected).max() < 0.02 * np.abs(expected).max()
-    assert (np.sign(decoded) * np.sign(expected) >= 0).all()
-    for sequence_places, sequence in zip(places.reshape(2, -1), sequences, strict=True):
-        assert (sequence.weights[np.argsort(sequence_places)] == np.sort(sequence.weights)[::-1]).all()
-
-
-def test_small_utilities_of_a_step_are_as_fine_as_large_ones_of_another(tmp_path: Path) -> None:
+def test_utilities_have_levels_of_their_own_at_each_step(tmp_path: Path) -> None:
+    """`e2e/test_report.py` compares each token's numbers on the page with its record."""
     small, large = (random_sequence(IDS, 0, seed=0) for _ in range(2))
     small = replace(small, utilities=small.utilities * np.float32(1e-4))
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: [small], 2: [large]}))
-    description, _, _, codes = decode(run, run.records)
-    first, second = codes[2].reshape(2, -1)
+    description, blob = encode_records(run, run.records, 10**6)
+    assert description["measures"] == ["weight", "loss", "utility"]
+    packed = np.frombuffer(gzip.decompress(base64.b64decode(blob)), dtype=np.uint8)
+    first, second = packed[-4 * len(IDS) : -2 * len(IDS)].reshape(2, -1)
     decoded = np.array(description["levels"]["utility"][1])[first]
     assert np.abs(decoded - small.utilities).max() < 0.02 * np.abs(small.utilities).max()
     assert (first == second).all()
@@ -135,10 +97,6 @@ def test_the_uniform_weight_and_no_utility_are_exact() -> None:
         assert len(levels) == 256 and np.isfinite(levels).all() and (np.diff(levels) > 0).all()
 
 
-def test_ranks_begin_with_the_largest() -> None:
-    assert ranks(np.array([0.1, 0.5, 0.1, 0.3])).tolist() == [2, 0, 3, 1]
-
-
 QUESTIONS = ["user\nAdd the numbers.\n\nAnn has 7 coins", "user\nAdd the numbers.\n\nAnn has 9 books"]
 LONG = "What is the sum of all of the numbers from 1 to "
 
@@ -157,50 +115,37 @@ def test_a_trace_is_named_by_what_tells_it_apart(texts: list[str], names: list[s
     assert name_by_first_words(texts) == names
 
 
-def test_a_trace_has_its_prompt(tmp_path: Path) -> None:
+def test_traces_have_prompts_and_stand_up_to_the_size_of_a_page(tmp_path: Path) -> None:
     texts = (*(f"{question}\nassistant\n" for question in QUESTIONS), "")
     ids = [np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32) for text in texts]
     recorded = [replace(random_sequence(IDS, i, seed=i), prompt_ids=prompt) for i, prompt in enumerate(ids)]
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
-    description, *_ = decode(run, run.records)
+    description, _ = encode_records(run, run.records, 10**6)
     prompts = [description["prompts"][entry["prompt"]] for entry in description["sequences"]]
     assert prompts == [*(question.replace("\n\n", "\n") for question in QUESTIONS), ""]
     assert description["sequences"][2]["name"].startswith("so \\boxed{42}")  # without a prompt, the trace's first words
-
-
-def test_a_page_holds_complete_sequences_up_to_its_size(tmp_path: Path) -> None:
-    (run,) = read_reported(make_run(tmp_path / "run"))
     for most_tokens, expected in ((1, 1), (2 * len(IDS) - 1, 1), (2 * len(IDS), 2)):
         description, _ = encode_records(run, run.records, most_tokens)
-        assert len(description["sequences"]) == expected and description["numRecorded"] == 2 * len(IDS)
+        assert len(description["sequences"]) == expected and description["numRecorded"] == 3 * len(IDS)
+    powers = np.abs(np.log2(np.concatenate([one.relative_weights for one in recorded])))
+    assert np.median(powers) < weight_range([run]) < powers.max() and weight_range([]) <= 1.0
 
 
-def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> None:
-    first, third, trained = (random_trace(IDS, i, seed, source) for i, seed, source in (
-        (4, 2, "held out, correct"), (4, 4, "held out, correct"), (2, 1, "training data")
-    ))  # fmt: skip
+def test_followed_traces_are_shown_where_they_were_measured(tmp_path: Path) -> None:
+    held_out, trained = (random_trace(IDS, i, i, source) for i, source in ((4, "held out, a"), (2, "training data")))
     broken = replace(trained, losses=trained.losses * np.float32("inf"))
-    followed = {1: [first, replace(trained, num_supervised_tokens=2 * len(IDS))], 2: [third, broken], 3: [broken]}
+    cut = replace(trained, num_supervised_tokens=2 * len(IDS))  # the file has the first tokens
+    followed = {1: [held_out, cut], 2: [held_out, broken], 3: [broken]}
     records = {1: [random_sequence(IDS, 0, seed=0)]}
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
-    description, _, _, codes = decode(run, run.followed)
+    description, _ = encode_records(run, run.followed, 10**6)
     n = len(IDS)
     assert [(entry["group"], entry["source"], entry["id"], entry["note"]) for entry in description["sequences"]] == [
-        (1, "held out, correct", 4, f"Held out, not trained on: all of {n} tokens"),
+        (1, "held out, a", 4, f"Held out, not trained on: all of {n} tokens"),
         (1, "training data", 2, f"Training data: the first {n} of {2 * n} tokens"),
-        (2, "held out, correct", 4, f"Held out, not trained on: all of {n} tokens"),
+        (2, "held out, a", 4, f"Held out, not trained on: all of {n} tokens"),
     ]
-    entropies = np.array(description["levels"]["entropy"])[codes[description["measures"].index("entropy")]]
-    assert np.abs(entropies - np.concatenate([one.entropies for one in (first, trained, third)])).max() < 0.05
-    expected = np.concatenate([one.relative_weights for record in run.followed for one in record.sequences])
-    assert np.abs(np.log(np.array(description["levels"]["weight"])[codes[0]] / expected)).max() < 0.1
-
-
-def test_the_colour_range_holds_nearly_all_weights(tmp_path: Path) -> None:
-    (run,) = read_reported(make_run(tmp_path / "run"))
-    (without,) = read_reported(make_run(tmp_path / "without", records=False))
-    powers = np.abs(np.log2(np.concatenate([one.relative_weights for one in run.records[0].sequences])))
-    assert np.median(powers) < weight_range([run]) < powers.max() and weight_range([without]) <= 1.0
+    assert description["measures"] == ["weight", "loss", "utility", "entropy"]
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,12 +223,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(-values, kind="stable"))
 
 
-LEVELS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "weight": weight_levels,
-    "loss": loss_levels,
-    "utility": utility_levels,
-    "entropy": loss_levels,
-}
+LEVELS = {"weight": weight_levels, "loss": loss_levels, "utility": utility_levels, "entropy": loss_levels}
 
 
 def encode_traces(
@@ -269,18 +264,12 @@ def encode_traces(
         "levels": levels,
         "utilityAxis": _rounded(utility_levels(values["utility"])) if "utility" in measures else [],
         "sequences": [
-            {
-                "group": trace.group,
-                "source": trace.source,
-                "id": trace.id,
+            {name: getattr(trace, name) for name in ("group", "source", "id", "title", "facts", "note", "num_tokens")}
+            | {
                 "name": words,
-                "title": trace.title,
-                "facts": trace.facts,
-                "note": trace.note,
                 "prompt": prompts.index(trace.prompt),
                 "tokens": len(trace.tokens.token_ids),
                 "supervised": int(trace.supervised.sum()),
-                "wholeTokens": trace.num_tokens,
             }
             for trace, words in zip(traces, name_by_first_words(beginnings), strict=True)
         ],

@@ -189,8 +189,6 @@ MEASURES = {
         ("effective_sample_size", "Effective sample size", "tokens", "Mean over sequences"),
         ("kl", "KL from uniform weights", "nats", "Mean over sequences"),
         ("tau", "Temperature tau", "", "Mean over sequences"),
-        ("total_weight", "Total weight of a sequence", "", "1 if the weights are a distribution"),
-        ("num_saturated", "KL budget out of reach", "sequences", ""),
     ),
     "Utilities": (
         ("probe_loss", "Probe loss", "nats", "On the probe batch, whose gradient is the direction"),
@@ -206,14 +204,9 @@ MEASURES = {
         ("supervised_tokens_per_second", "Throughput", "supervised tokens/s", ""),
         ("tokens_per_second", "Throughput with prompts", "tokens/s", ""),
         ("utilization", "Model FLOPs utilization (MFU)", "", "Of matrix multiplications, over the devices' peak"),
-        ("utilization_training", "MFU without probe and utility passes", "", "Main batch only"),
         ("seconds", "Time of a step", "s", ""),
         ("peak_memory_bytes", "Peak memory of rank 0", "GiB", ""),
         ("rank_imbalance", "Imbalance of ranks", "", "1 is balanced"),
-        ("expert_load_mean", "Load of the busiest expert", "", "Its tokens over an expert's mean; 1 is balanced"),
-        ("expert_load_max", "Load of the busiest expert, least balanced layer", "", "The same for one layer"),
-        ("expert_rank_load_mean", "Load of the busiest rank", "", "Tokens for its experts over a rank's mean"),
-        ("expert_rank_load_max", "Load of the busiest rank, least balanced layer", "", "The same for one layer"),
     ),
 }  # fmt: skip
 """Section -> keys with title, unit and note, in the order of the page: those of metrics.jsonl, and two measures of

@@ -62,6 +62,8 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     has_utilities = any("utility" in description["measures"] for description in descriptions["tokens"])
     missing = [f"{run.name}: {run.why_no_tokens}" for run in runs if run.why_no_tokens]
     notes = [Notes(f"Warnings on {run.name}", run.notes) for run in runs if run.notes]
+    values = [[key, *map(show_value, values)] for key, values in differences(runs).items()]
+    differing = [Table("Keys in which the recipes differ", ["", *names], values)] if values else []
     recipes = [Fold(f"recipe.yaml of {run.name}", [Code(run.name, dump_recipe(run.recipe))]) for run in runs]
     environments = [
         Fold(f"environment.json of {run.name}", [Code(run.name, json.dumps(run.environment, indent=2))]) for run in runs
@@ -79,7 +81,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         Section("curves", "Curves", "Curves", [ABOUT_CURVES, Drawing("charts"), *(
             [f"Constant over the run: {'; '.join(constants)}."] if constants else [])], in_text=False),
         Section("cost", "Time by phase", "Time", make_phases(runs)),
-        Section("recipe", "Recipe", "Recipe", [*_difference_table(runs), *recipes]),
+        Section("recipe", "Recipe", "Recipe", [*differing, *recipes]),
         Section("environment", "Environment", "Environment", environments, in_text=False),
     ]  # fmt: skip
     blobs = {f"{kind}-{i}": blob for kind, some in encoded.items() for i, (_, blob) in enumerate(some)}
@@ -87,12 +89,12 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
 
 
 ABOUT_MOVEMENT = (
-    "A few traces, measured after each recorded step, along its direction: a row for each step, then the trace itself "
-    "at one. Those that are held out are not trained on; their weights are what they would have been."
+    "A few traces, measured after each recorded step, along its direction: a row for each step, then the trace at one. "
+    "Held-out ones are not trained on; their weights are what they would have been."
 )
 ABOUT_CURVES = (
-    "By optimizer step. Point at a curve, or select it and press the arrow keys, to read all at one step. A line is "
-    "the mean of the seeds of a recipe, and its band goes from the lowest to the highest."
+    "By optimizer step. Point at a curve, or select it and press the arrow keys, to read all at one step. The line is "
+    "the mean of a recipe's seeds, its band their range."
 )
 
 
@@ -142,12 +144,7 @@ def weight_range(runs: Sequence[ReportedRun]) -> float:
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-PHASES = {
-    "probe": "seconds_probe",
-    "utilities": "seconds_utility",
-    "main pass": "seconds_main",
-    "update": "seconds_step",
-}
+PHASES = {"probe": "seconds_probe", "utilities": "seconds_utility", "main": "seconds_main", "update": "seconds_step"}
 """Name of a phase -> key of metrics.jsonl."""
 BESIDE = {"followed traces": "seconds_followed", "saving": "seconds_checkpoint"}
 """The same of what is no part of `seconds`."""
@@ -188,26 +185,28 @@ ABOUT_WEIGHTS = (
 
 def compare_weights(runs: Sequence[ReportedRun]) -> list[Block]:
     """What gained and lost weight: several runs side by side by kind, position and source, then each."""
-    with_tables = [(run.name, run.tables) for run in runs if run.tables is not None]
+    with_tables = [(run, run.tables) for run in runs if run.tables is not None]
     compared: list[Block] = []
     for title in (KIND, POSITION, SOURCE) if len(with_tables) > 1 else ():
         weights = [{row.name: row.relative_weight for row in tables.groups.get(title, [])} for _, tables in with_tables]
         names = list(dict.fromkeys(name for by_name in weights for name in by_name))
         cells = [[name, *(format_number(by_name.get(name)) for by_name in weights)] for name in names]
         if cells:
-            compared.append(Table(f"Relative weight by {title}", ["", *(name for name, _ in with_tables)], cells))
-    folds = [_fold_tokens(name, tables, is_open=number == 0) for number, (name, tables) in enumerate(with_tables)]
+            compared.append(Table(f"Relative weight by {title}", ["", *(run.name for run, _ in with_tables)], cells))
+    folds = [_fold_tokens(run, tables, is_open=number == 0) for number, (run, tables) in enumerate(with_tables)]
     nothing = [] if folds else ["No run here has tokens that gained or lost weight."]
     return [ABOUT_WEIGHTS, *compared, *folds, *nothing]
 
 
-def _fold_tokens(name: str, tables: TokenTables, *, is_open: bool) -> Fold:
+def _fold_tokens(run: ReportedRun, tables: TokenTables, *, is_open: bool) -> Fold:
     """Tables of the tokens that gained and lost weight in one run."""
     shown = {f"{title} (at least {tables.min_count} times)": rows for title, rows in tables.extremes.items()}
     shown |= {f"By {title}": rows for title, rows in tables.groups.items()}
-    steps = [f"{step:,}" for step in tables.steps]
-    heading = f"{name}: {count(tables.num_tokens, 'token')} of {count(tables.num_sequences, 'sequence')}, at step"
-    heading += f"{'s' if len(tables.steps) > 1 else ''} {', '.join(steps)}"
+    steps = [f"{record.step:,}" for record in run.records]
+    num_tokens = sum(record.num_tokens for record in run.records)
+    num_sequences = sum(len(record.sequences) for record in run.records)
+    heading = f"{run.name}: {count(num_tokens, 'token')} of {count(num_sequences, 'sequence')}, at step"
+    heading += f"{'s' if len(steps) > 1 else ''} {', '.join(steps)}"
     if n := tables.num_in_third:
         heading += f" (first third of the records: {', '.join(steps[:n])}; last third: {', '.join(steps[-n:])})"
     if abs(tables.relative_weight - 1.0) >= 0.005:
@@ -223,12 +222,6 @@ def _token_table(caption: str, rows: Sequence[Row]) -> Table:
         means = map(format_number, (row.utility, row.loss, row.first_third, row.last_third))
         cells.append([row.name, format_number(row.relative_weight), *counts, *means])
     return Table(caption, head, cells)
-
-
-def _difference_table(runs: Sequence[ReportedRun]) -> list[Table]:
-    """The keys in which the recipes differ, if any."""
-    rows = [[key, *map(show_value, values)] for key, values in differences(runs).items()]
-    return [Table("Keys in which the recipes differ", ["", *(run.name for run in runs)], rows)] if rows else []
 
 
 def summarize(runs: Sequence[ReportedRun]) -> str:

@@ -184,10 +184,7 @@ class Row:
 class TokenTables:
     """Tables over the records of a run."""
 
-    steps: list[int]
     num_in_third: int  # records in the first and in the last third; 0 for a single record
-    num_sequences: int
-    num_tokens: int
     min_count: int
     relative_weight: float
     """Relative weight of all tokens: 1 if the weights are a distribution; the mean probability for dft."""
@@ -223,10 +220,7 @@ def make_tables(
     sources = sums.rows(is_trusted, SOURCES.__getitem__)
     phrases = _list_phrases(read, sums, least)
     return TokenTables(
-        steps=[record.step for record in records],
         num_in_third=num_in_third,
-        num_sequences=len(flat),
-        num_tokens=len(sums.third),
         min_count=least,
         relative_weight=overall,
         extremes=_find_extremes("Tokens", sums.rows(token, name_token, least), overall, top)

@@ -80,7 +80,7 @@ class Viewer {
   // Everything that is known of a token, by name.
   describe(sequence, i) {
     const { data } = this, { flags } = data;
-    const place = ["place", `${count(i - sequence.start + 1)} of ${count(sequence.wholeTokens)}`];
+    const place = ["place", `${count(i - sequence.start + 1)} of ${count(sequence.num_tokens)}`];
     if (flags[i] & PROMPT) return [["prompt", "not trained on"], place];
     const value = (measure) => this.levelsOf(measure, sequence.group)[data.codes[measure][i]];
     const facts = "weight" in data.codes ? [["weight", `${number(value("weight"))}×`]] : [];
