@@ -32,7 +32,7 @@ class Setting:
     pool_size: int = 64  # number of different sequences in the pool
     pool_wrong_traces: float = 0.0  # share of wrong traces in the pool; the rest is clean
     keep: str = ""
-    """Which of the training traces are trained on (`selection.py`): random, loss, utility, utility_sign or fall keep
+    """Which of the training traces are trained on (`training.keep`): random, loss, utility, utility_sign or fall keep
     the highest KEEP_SHARE of `num_traces`; right keeps all that are right; empty keeps all."""
     keep_again: bool = False  # whether traces are scored again half-way, by the model at that time
     method: str = "sft"  # sft, dft or vcore

@@ -1,15 +1,17 @@
 """Power laws: known ones are recovered from noisy losses, and the right one predicts the largest point."""
 
 import itertools
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers.report_runs import step_line, write_run
-from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.commands.report.runs import ReportedRun, read_runs
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.commands.report.page import Table
 from vcore_ds.commands.sweep.scaling import Fit, fit_laws, scaling_tables
+from vcore_ds.config.schema import Recipe
 
 SIZES = list(itertools.product((0.6e9, 1.7e9, 4e9, 8e9), (1e6, 4e6, 16e6, 64e6)))
 
@@ -52,31 +54,28 @@ def test_too_few_points_are_not_fitted() -> None:
     assert len(fit_laws([*points, (80.0,)], [3.0, 2.0, 1.5, 1.2], ["D"])) == 1
 
 
-def write_cells(tmp_path: Path, **sections_by_cell: dict[str, dict[str, object]]) -> dict[str, dict[int, ReportedRun]]:
-    """Write and read runs whose loss follows a power law in their tokens."""
-    runs: dict[str, dict[int, ReportedRun]] = {}
-    for name, sections in sections_by_cell.items():
-        tokens = sections.pop("tokens")
-        for seed in (1, 2, 3):
-            folder = tmp_path / name / f"seed_{seed}"
-            loss = (0.8 * tokens**-0.2 + 0.3) * (1 + 0.001 * seed)  # type: ignore[operator]
-            run = {"output_dir": str(folder), "seed": seed}
-            write_run(
-                folder, make_tokenizer(), [step_line(1, loss=loss, supervised_tokens=tokens)], {}, run=run, **sections
-            )
-            (reported,) = read_runs([folder], top=1, min_count=None, tokenizer_path=None)
-            runs.setdefault(name, {})[seed] = reported
-    return runs
+def find_tables(value_of: Callable[[Any], float] = lambda run: run.loss, **cells: dict[str, Any]) -> list[Table]:
+    """Tables of cells of three seeds, whose losses follow a power law in their tokens."""
+
+    def make_run(seed: int, tokens: int, **sections: Mapping[str, Any]) -> SimpleNamespace:
+        recipe = smallest_recipe()
+        for section, values in {**sections, "run": {"seed": seed}}.items():
+            recipe[section] = recipe.get(section, {}) | values
+        loss = (0.8 * tokens**-0.2 + 0.3) * (1 + 0.001 * seed)
+        return SimpleNamespace(recipe=Recipe.model_validate(recipe), total=lambda key: tokens, loss=loss)
+
+    runs = {name: {seed: make_run(seed, **sections) for seed in (1, 2, 3)} for name, sections in cells.items()}
+    return scaling_tables(runs, "loss", value_of)
 
 
-def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> None:
+def test_cells_that_differ_in_size_only_are_fitted_together() -> None:
     methods = {"sft": {"method": {"name": "sft", "kl_budget": None}}, "vcore": {}}
     data = {
         f"{method}_{tokens}": {"tokens": tokens, "data": {"train_path": f"{tokens}.jsonl"}, **sections}
         for method, sections in methods.items()
         for tokens in (100, 400, 1600, 6400, 25600)
     }
-    tables = scaling_tables(write_cells(tmp_path, **data), "loss", lambda run: run.metrics[-1]["loss"])
+    tables = find_tables(**data)
     assert len(tables) == 2 and "sft_100, sft_400, sft_1600, sft_6400, sft_25600" in tables[0].caption
     for table in tables:
         assert table.head == ["law", "d", "E", "largest, predicted", "largest, measured", "error"]
@@ -84,31 +83,26 @@ def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> N
         assert row[0] == "A D^-d + E" and row[1].startswith("0.2") and abs(float(row[-1].strip("%"))) < 0.5
 
 
-def test_branches_of_one_run_are_fitted_together(tmp_path: Path) -> None:
-    def make_branch(steps: int) -> dict[str, object]:
+def test_branches_of_one_run_are_fitted_together() -> None:
+    def make_branch(steps: int) -> dict[str, Any]:
         schedule = {"num_steps": steps, "kind": "wsd", "warmup_steps": 2}
         checkpoint = {"branch_from": f"long/checkpoints/step_{steps * 4 // 5:08d}"}
         return {"tokens": 20 * steps, "schedule": schedule, "checkpoint": checkpoint}
 
-    branches = {f"length_{steps}": make_branch(steps) for steps in (5, 20, 80, 320, 1280)}
-    (table,) = scaling_tables(write_cells(tmp_path, **branches), "loss", lambda run: run.metrics[-1]["loss"])
+    (table,) = find_tables(**{f"length_{steps}": make_branch(steps) for steps in (5, 20, 80, 320, 1280)})
     assert table.rows[0][0] == "A D^-d + E" and table.rows[0][1].startswith("0.2")
 
 
-def test_models_are_counted_by_their_names(tmp_path: Path) -> None:
+def test_models_are_counted_by_their_names() -> None:
     names = [f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")]
     models = {f"model_{i}": {"tokens": 100 * 2**i, "model": {"path": name}} for i, name in enumerate(names)}
     same_data = {name: sections | {"tokens": 100} for name, sections in models.items()}
-    (table,) = scaling_tables(
-        write_cells(tmp_path / "a", **same_data), "loss", lambda run: 1 + run.recipe.run.seed / 100
-    )
+    (table,) = find_tables(lambda run: 1 + run.recipe.run.seed / 100, **same_data)
     assert table.head[:3] == ["law", "n", "E"] and "N model parameters: model_0" in table.caption
-    (table,) = scaling_tables(write_cells(tmp_path / "b", **models), "loss", lambda run: run.metrics[-1]["loss"])
+    (table,) = find_tables(**models)
     assert table.head[:4] == ["law", "n", "d", "E"]
 
 
-def test_a_sweep_over_other_keys_has_no_power_law(tmp_path: Path) -> None:
-    rates = {f"rate_{i}": {"tokens": 100, "optimizer": {"learning_rate": 0.1 + i}} for i in range(5)}
-    models = {f"model_{i}": {"tokens": 100, "model": {"path": f"unknown/{i}"}} for i in range(5)}
-    for each in (rates, models):
-        assert scaling_tables(write_cells(tmp_path, **each), "loss", lambda run: run.metrics[-1]["loss"]) == []
+def test_a_sweep_over_other_keys_has_no_power_law() -> None:
+    assert find_tables(**{f"_{i}": {"tokens": 100, "optimizer": {"learning_rate": 0.1 + i}} for i in range(5)}) == []
+    assert find_tables(**{f"_{i}": {"tokens": 100, "model": {"path": f"unknown/{i}"}} for i in range(5)}) == []
