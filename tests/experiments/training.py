@@ -168,10 +168,7 @@ def mean_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign
 
 def train_on_pool(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
     """A copy of `model`, after `sft` on the pool."""
-    run = Run(
-        replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL),
-        copy.deepcopy(model),
-    )
+    run = Run(replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL), copy.deepcopy(model))
     for k in range(run.setting.num_steps):
         run.step(k)
     return run.model

@@ -188,18 +188,9 @@ class Learner:
 
     def utilities(self, traces: Sequence[Trace], trusted: Sequence[Trace]) -> Tensor:
         """Mean utility of the tokens of each trace along the gradient of the trusted traces, `[B]`."""
-        direction = probe_direction(self.model, [self.batch(trusted)])
-        means = []
-        for group in _groups(traces, 12):
-            batch = self.batch(group)
-            supervised = batch["labels"] != -100
-            means.append(token_utilities(self.model, batch, direction).sum(1) / supervised.sum(1))
-        return torch.cat(means)
-
-    @torch.no_grad()
-    def mean_losses(self, traces: Sequence[Trace]) -> Tensor:
-        """Mean loss of each trace, `[B]`, without gradients."""
-        return torch.cat([self.losses(group) for group in _groups(traces, 12)])
+        batch = self.batch(traces)
+        utilities = token_utilities(self.model, batch, probe_direction(self.model, [self.batch(trusted)]))
+        return utilities.sum(1) / (batch["labels"] != -100).sum(1)
 
     @torch.no_grad()
     def answer(self, problems: Sequence[Trace]) -> list[str]:
@@ -214,10 +205,6 @@ class Learner:
         self.model.train()
         answers = outputs[:, inputs["input_ids"].shape[1] :]
         return self._tokenizer.batch_decode(answers, skip_special_tokens=True)
-
-
-def _groups(traces: Sequence[Trace], size: int) -> Iterator[Sequence[Trace]]:
-    return (traces[i : i + size] for i in range(0, len(traces), size))
 
 
 def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) -> Iterator[dict[str, Any]]:
@@ -237,7 +224,9 @@ def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) ->
             seconds = time.process_time() - start
             kept = utilities.argsort(descending=True)[:NUM_KEPT]
             traces[SELECTION] = [train[i] for i in kept.tolist()]
-            separation = _measure_separation(train, utilities, learner.mean_losses(train), kept, setting.num_types)
+            with torch.no_grad():
+                losses = learner.losses(train)
+            separation = _measure_separation(train, utilities, losses, kept, setting.num_types)
             measured[SELECTION] = {"cpu_seconds_score": seconds, **separation}
         learner.close()
 

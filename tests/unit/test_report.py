@@ -57,7 +57,7 @@ def make_run(folder: Path, *, num_steps: int = 4, seed: int = 0, records: bool =
 
 
 def read_reported(*folders: Path) -> list[ReportedRun]:
-    return read_runs(folders, top=5, min_count=None, tokenizer_path=None)
+    return read_runs(folders, top=5)
 
 
 def chart_of(*folders: Path) -> dict[str, Chart]:

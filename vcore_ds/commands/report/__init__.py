@@ -51,21 +51,18 @@ def write_report(
     as_text: bool = False,
     output: Path | None = None,
     png: Path | None = None,
-    top: int = 15,
-    min_count: int | None = None,
-    tokenizer_path: str | None = None,
+    **options: Any,
 ) -> list[Path]:
     """Write the page, or print the text, of runs or of a sweep; return the written paths, the page's first. A sweep's
     tables are printed, and without `output` also written beside the page as Markdown; with it no other file is written,
-    because that could be the user's. `png`: folder for the curves as pictures; `top`: length of the lists of tokens;
-    `min_count`: least occurrences in them, None for 1 in 5,000 tokens, at least 5; `tokenizer_path`: None for that of
-    each run. Raises UserError where a folder holds no run or a damaged one, or a file cannot be written."""
+    because that could be the user's. `png`: folder for the curves as pictures; `options`: `top`, `min_count`, and the
+    folder or hub id `tokenizer_path`. Raises UserError where a folder holds no run or a damaged one, or a file
+    cannot be written."""
     from vcore_ds.commands.report.runs import read_runs, write_pictures
     from vcore_ds.commands.report.tables import make_page
     from vcore_ds.commands.sweep.scaling import finished_runs, sweep_markdown, sweep_section
     from vcore_ds.common.paths import write_text, writing
 
-    options: dict[str, Any] = {"top": top, "min_count": min_count, "tokenizer_path": tokenizer_path}
     sections, title, markdown = [], None, None
     sweeps = [folder for folder in folders if is_sweep(folder)]
     if not sweeps:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.commands.report.page import format_number
 from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, make_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
@@ -67,7 +66,7 @@ def read_runs(folders: Sequence[Path], names: Sequence[str] | None = None, **opt
     return [_read_run(folder, name, **options) for folder, name in zip(distinct.values(), names, strict=True)]
 
 
-def _read_run(folder: Path, name: str, tokenizer_path: str | None, **options: Any) -> ReportedRun:
+def _read_run(folder: Path, name: str, tokenizer_path: str | None = None, **options: Any) -> ReportedRun:
     recipe = run_folder.read_run_recipe(folder)
     environment, metrics = run_folder.read_environment(folder), run_folder.read_run_metrics(folder)
     has_result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
@@ -171,7 +170,7 @@ class Chart:
 
     def format_values(self, labels: Sequence[str]) -> str:
         """The values of constant curves, with the groups' labels if they differ."""
-        values = [f"{format_number(one.values[-1], '.4g')} {self.unit}".rstrip() for one in self.series]
+        values = [f"{one.values[-1]:.4g} {self.unit}".rstrip() for one in self.series]
         if len(set(values)) == 1:
             return values[0]
         return ", ".join(f"{value} ({labels[one.group]})" for value, one in zip(values, self.series, strict=True))

@@ -79,8 +79,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 RUN_NAMES = "runs.txt"
 MOST_DIFFERENCES = 20  # maximum lines of a message on recipes that differ
-FIXED = re.compile(r"(data|schedule)\..*(?<!cache_dir)|run\.validate_every|checkpoint\.branch_from")
-"""Keys that a sweep may not change, because its runs are compared, even those that a resumed run may change."""
+FIXED = re.compile(
+    r"data\.(train_path|probe_path|trusted_overlap|validation_path|keep\.scores)|schedule\..*|run\.validate_every"
+    r"|checkpoint\.branch_from"
+)
+"""Keys that a resumed run may change but a sweep may not, because its runs are compared."""
 
 
 def begin_sweep(sweep: Sweep) -> SweepFolder:
@@ -132,8 +135,9 @@ def _list_changed_recipes(sweep: Sweep, before: SweepFolder) -> Iterator[str]:
             continue
         there, here = read_resolved_recipe(before.recipe_path(name)), sweep.runs[name]
         old, new = flat_values(there), flat_values(here)
-        for key in [*differing_keys(there, here), *(key for key in old | new if FIXED.fullmatch(key))]:
-            if old.get(key) != new.get(key):
+        differing = differing_keys(there, here)
+        for key in old | new:
+            if key in differing or (FIXED.fullmatch(key) and old.get(key) != new.get(key)):
                 yield f"{name}: {key}: {old.get(key)!r} there, {new.get(key)!r} here"
 
 
