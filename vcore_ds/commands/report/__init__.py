@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import positive
-from vcore_ds.commands.sweep.folder import is_sweep
+from vcore_ds.commands.sweep.folder import is_sweep, read_sweep_folder
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.run_folder import REPORT
 
 HELP = "show what runs learnt, token weights, curves and costs, as HTML or text"
 DESCRIPTION = (
-    "Write one self-contained HTML file that needs no network: losses, recorded tokens coloured by weight, the tokens "
-    "and phrases that gained and lost most weight, curves, times, recipe and environment. With --text, print its "
-    "tables instead. Several runs are shown side by side; those that differ only in the seed share one curve, their "
-    "mean with a min-max band. For a sweep's folder it adds tables over seeds, prints them, and, unless --output is "
-    "given, writes them to report.md in that folder. Needs no GPU, training data or model weights. "
-    "docs/reading-a-report.md, docs/sweeps.md. Example: vcore-ds report runs/a runs/b --output a.html"
+    "Write one self-contained HTML file: losses, recorded tokens coloured by weight, what gained and lost most weight, "
+    "curves, times, recipe and environment. Several runs are shown side by side, those that differ only in the seed as "
+    "one curve. For a sweep's folder it adds tables over seeds, prints them, and, unless --output is given, writes "
+    "report.md there. Needs no GPU, training data or model weights (docs/reading-a-report.md, docs/sweeps.md). "
+    "Example: vcore-ds report runs/a runs/b --output a.html"
 )
 
 
@@ -60,7 +59,7 @@ def write_report(
     cannot be written."""
     from vcore_ds.commands.report.runs import read_runs, write_pictures
     from vcore_ds.commands.report.tables import make_page
-    from vcore_ds.commands.sweep.scaling import finished_runs, sweep_markdown, sweep_section
+    from vcore_ds.commands.sweep.scaling import sweep_markdown, sweep_section
     from vcore_ds.common.paths import write_text, writing
 
     sections, title, markdown = [], None, None
@@ -72,7 +71,9 @@ def write_report(
             f"RUN: {sweeps[0]}: found a sweep among {len(folders)} folders; expected it alone, or runs only"
         )
     else:
-        sweep, names = finished_runs(sweeps[0])
+        sweep = read_sweep_folder(sweeps[0])
+        if not (names := [run for run in sweep.runs if sweep.is_done(run)]):
+            raise UserError(f"RUN: {sweeps[0]}: found no finished run of this sweep; expected one")
         runs = read_runs([sweep.run_folder(run) for run in names], names, **options)
         sections, title = [sweep_section(sweep, runs)], f"sweep {sweep.folder.resolve().name}"
         markdown = sweep_markdown(sweep, sections[0])

@@ -21,7 +21,7 @@ import numpy as np
 from markupsafe import Markup
 
 from vcore_ds.commands.report.tokens import KINDS, UNIFORM_TOLERANCE, TokenSequence, TokenTexts
-from vcore_ds.common.text import align_columns, markdown_rows, shorten
+from vcore_ds.common.text import align_columns, markdown_rows
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "plots.js", "viewer.js", "main.js")  # in the order of the page
@@ -43,9 +43,8 @@ class Table:
     rows: list[list[str]]
 
     def text(self) -> str:
-        """Format for a terminal, with names truncated to 48 characters."""
-        rows = [[shorten(name, 48), *cells] for name, *cells in self.rows]
-        return "\n  ".join([self.caption, *(align_columns([self.head, *rows]) if rows else ["none"])])
+        lines = align_columns([self.head, *self.rows]) if self.rows else ["none"]
+        return "\n  ".join([self.caption, *lines])
 
     def markdown(self) -> str:
         head, *rows = markdown_rows([self.head, *self.rows])

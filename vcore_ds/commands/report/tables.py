@@ -22,13 +22,7 @@ from vcore_ds.commands.report.page import (
     encode_traces,
     format_number,
 )
-from vcore_ds.commands.report.runs import (
-    ReportedRun,
-    differences,
-    group_runs,
-    make_charts,
-    show_value,
-)
+from vcore_ds.commands.report.runs import ReportedRun, differences, group_runs, make_charts, show_value
 from vcore_ds.commands.report.tokens import KIND, POSITION, SOURCE, SOURCES, Row, TokenTables, TokenTexts
 from vcore_ds.common.text import count, duration
 from vcore_ds.config.load import dump_recipe
@@ -256,10 +250,8 @@ def _measure_results(run: ReportedRun) -> dict[str, str]:
     title = f"training loss, first and last step (nats{MEANS[run.recipe.method.normalization]})"
     ends[title] = (run.metrics[0].get("loss"), run.metrics[-1].get("loss"))
     results = {name: " → ".join(format_number(loss, ".4f") for loss in losses) for name, losses in ends.items()}
-    results |= {
-        f"accuracy, {name} ({count(task.num_problems, 'problem')})": f"{task.accuracy:.1%}"
-        for name, task in run.evaluated.items()
-    }
+    for name, task in run.evaluated.items():
+        results[f"accuracy, {name} ({count(task.num_problems, 'problem')})"] = f"{task.accuracy:.1%}"
     amounts = {"step": run.num_steps, "sequence": run.total("sequences"), "token": run.total("supervised_tokens")}
     amounts["rank"] = run.environment.get("world_size") or 0
     amount = ", ".join(count(number, name) for name, number in amounts.items() if number)

@@ -39,10 +39,9 @@ from vcore_ds.distributed.signals import STOPPING
 
 HELP = "run a grid or list of recipes over seeds, here or as a SLURM job array"
 DESCRIPTION = (
-    "Run every cell of a sweep file (YAML) with every seed: here, one after another, or as a SLURM job array whose "
-    "tasks requeue and resume by themselves. All recipes are validated before the first run starts. The same command "
-    "again skips finished runs, resumes unfinished ones and retries failed ones. docs/sweeps.md describes the file; "
-    "vcore-ds report FOLDER makes the tables. Example: vcore-ds sweep launch_scripts/sweeps/smollm2.yaml --ranks 2"
+    "Run every cell of a sweep file (YAML) with every seed: here, one after another, or as a SLURM job array. All "
+    "recipes are validated first. The same command again skips finished runs, resumes unfinished ones and retries "
+    "failed ones (docs/sweeps.md). Example: vcore-ds sweep launch_scripts/sweeps/smollm2.yaml --ranks 2"
 )
 
 
@@ -77,7 +76,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
-RUN_NAMES = "runs.txt"
 MOST_DIFFERENCES = 20  # maximum lines of a message on recipes that differ
 FIXED = re.compile(
     r"data\.(train_path|probe_path|trusted_overlap|validation_path|keep\.scores)|schedule\..*|run\.validate_every"
@@ -90,7 +88,7 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
     """Make the sweep's folder, or extend that of the same sweep by new cells and seeds. Raises UserError where the
     folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it cannot be
     written."""
-    folder, before = sweep.folder, SweepFolder(sweep.folder, {}, [])
+    folder, before = sweep.folder, SweepFolder(sweep.folder, {}, [], {})
     with writing("output_dir", folder):
         if is_sweep(folder):
             before = read_sweep_folder(folder)
@@ -105,7 +103,7 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
         begun = SweepFolder(folder, sweep.references, [*before.runs, *added], inputs)
         values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": inputs}
         texts = {begun.recipe_path(name): dump_recipe(sweep.runs[name]) for name in added}
-        texts |= {folder / RUN_NAMES: "".join(f"{run}\n" for run in begun.runs), folder / SWEEP: dump_yaml(values)}
+        texts |= {folder / "runs.txt": "".join(f"{run}\n" for run in begun.runs), folder / SWEEP: dump_yaml(values)}
         for path, text in texts.items():
             write_text(path, text)
     return begun
@@ -119,8 +117,7 @@ def check_inputs(sweep: SweepFolder) -> None:
 def _refuse(folder: Path, lines: Sequence[str]) -> None:
     """Raises UserError with these differences, if there are any."""
     if lines:
-        more = [f"and {len(lines) - MOST_DIFFERENCES:,} more"] if len(lines) > MOST_DIFFERENCES else []
-        listed = "\n".join(f"  {line}" for line in [*lines[:MOST_DIFFERENCES], *more])
+        listed = "\n".join(f"  {line}" for line in lines[:MOST_DIFFERENCES])
         raise UserError(
             f"output_dir: {folder}: holds a sweep with other runs:\n{listed}\n"
             "expected the same runs, to resume the sweep (cells and seeds may be added), or a new folder. Undo the "

@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -36,19 +36,15 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import find_or_assume_shape
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 
-MOST_RUNS = 1000
-"""SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise."""
-_MANY_RANKS = 192
-"""Taken where a run's world size is not known: nodes of 4, 6 and 8 GPUs divide it."""
-
-
-def _list_words(value: Any) -> Any:
-    return () if value is None else (value,) if isinstance(value, str) else value
+MOST_RUNS = 1000  # SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise
+_MANY_RANKS = 192  # taken where a run's world size is not known: nodes of 4, 6 and 8 GPUs divide it
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
-Overrides = Annotated[tuple[Text, ...], BeforeValidator(_list_words)]
+Overrides = Annotated[
+    tuple[Text, ...], BeforeValidator(lambda word: () if word is None else (word,) if isinstance(word, str) else word)
+]
 """Fragments and overrides, as on a command line: a word, a list of words, or null for none."""
 
 
@@ -232,7 +228,7 @@ class SweepFolder:
     folder: Path
     references: dict[str, str | None]  # cell -> the cell that it is compared with
     runs: list[str]  # `CELL/seed_N`, in the order of their task numbers
-    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    inputs: dict[str, dict[str, str]]
     """Key of a recipe -> path -> digest of data, scores or a model when the sweep first read them."""
 
     def recipe_path(self, run: str) -> Path:
@@ -316,6 +312,4 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
     except FileNotFoundError:
         raise UserError(f"{folder}: found no {SWEEP} there; expected the folder of a sweep (output_dir)") from None
     except (UnreadableFile, TypeError, KeyError, ValueError):
-        raise UserError(
-            f"{path}: is damaged, or of another version; expected what vcore-ds sweep writes there"
-        ) from None
+        raise UserError(f"{path}: is damaged, or of another version; expected a file of vcore-ds sweep") from None

@@ -9,15 +9,13 @@ intervals that were too narrow (arXiv:2404.10102).
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from vcore_ds.commands.report.page import NOTHING, Block, Section, Table, format_number
 from vcore_ds.commands.report.runs import ReportedRun
 from vcore_ds.commands.report.tables import MEANS
-from vcore_ds.commands.sweep.folder import State, SweepFolder, read_sweep_folder
-from vcore_ds.common.errors import UserError
+from vcore_ds.commands.sweep.folder import SweepFolder
 from vcore_ds.common.statistics import cell, paired
 from vcore_ds.config.resume import flat_values
 from vcore_ds.planning.known_models import find_shape
@@ -29,8 +27,7 @@ NUM_RESAMPLES = 200
 START_EXPONENTS = (0.05, 0.2, 0.8)
 START_SHARES = (0.05, 0.5, 0.9)  # start values of E, as shares of the smallest loss
 
-Terms = tuple[tuple[int, ...], ...]
-"""For each term except E, the columns of its product: ((0, 1),) or ((0,), (1,)), in the order of the columns."""
+Terms = tuple[tuple[int, ...], ...]  # of each but E, the columns of its product: ((0, 1),) or ((0,), (1,))
 
 
 @dataclass(frozen=True)
@@ -203,22 +200,12 @@ def _format_fit(fit: Fit) -> list[str]:
     return [fit.law, *cells, predicted, f"{fit.measured:.4f}", f"{fit.error:+.2%}"]
 
 
-TRAINING = "training loss"
 LAST_SHARE = 0.1  # share of the last steps over which the training loss is averaged
 DIGITS = 4
 NOTE = (
     "± is half of the 95% interval of the mean (Student's t over seeds, from three seeds on). Differences are paired "
     "by seed, and bold if their interval excludes 0; in a table of many rows some are bold by chance."
 )
-
-
-def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
-    """Read a sweep, and the names of its finished runs. Raises UserError where no run is done."""
-    sweep = read_sweep_folder(folder)
-    done = [run for run in sweep.runs if sweep.state(run) == State.DONE]
-    if not done:
-        raise UserError(f"{folder}: found no finished run of this sweep; expected one. vcore-ds sweep trains them")
-    return sweep, done
 
 
 def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
@@ -252,7 +239,7 @@ def _losses(run: ReportedRun) -> dict[str, float]:
     mean, measured = MEANS[run.held_out.normalization], run.held_out.after
     losses = {f"held-out loss{name and f', {name}'}{mean}": loss for name, loss in measured.items() if loss is not None}
     if steps := [loss for line in run.metrics if (loss := line.get("loss")) is not None]:
-        title = f"{TRAINING}, last {LAST_SHARE:.0%} of the steps{MEANS[run.recipe.method.normalization]}"
+        title = f"training loss, last {LAST_SHARE:.0%} of the steps{MEANS[run.recipe.method.normalization]}"
         losses[title] = float(np.mean(steps[-max(1, round(LAST_SHARE * len(steps))) :]))
     return losses
 
