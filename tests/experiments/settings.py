@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.common import statistics
-from vcore_ds.common.statistics import cell
+from vcore_ds.commands.report.page import Table, format_number
+from vcore_ds.common.statistics import cell, paired
 from vcore_ds.config.sections import MethodConfig
 
 BATCH_SIZE = 16  # training sequences a step; trusted ones are additional
@@ -110,43 +110,35 @@ def choose_rate(row: Setting, rates: Sequence[float], results: Sequence[Result],
     return min(badness, key=badness.__getitem__)
 
 
-def paired(row: BySeed, reference: BySeed, key: str) -> list[float]:
-    return statistics.paired(*({seed: result[key] for seed, result in by_seed.items()} for by_seed in (row, reference)))
-
-
 def whole_traces_table(
     rows: Mapping[str, Setting], rates: Mapping[str, float], results: Sequence[Result], seeds: Sequence[int]
 ) -> str:
     """Markdown: accuracy and loss of each row at its rate, and their differences to `sft` and to `sft + trusted` on the
-    same seeds. `wrong` is the share of the weight on wrong traces, `cost` CPU time relative to `sft`."""
-    by_row: dict[str, BySeed] = {name: {} for name in rows}
-    for name in rows.keys() & rates.keys():
-        by_seed = find_results(replace(rows[name], learning_rate=rates[name]), results)
-        by_row[name] = {seed: by_seed[seed] for seed in seeds if seed in by_seed}
+    same seeds. `wrong` is the share of the weight on wrong traces, `cost` CPU time relative to `sft`. Rows that have
+    not been run are left out."""
+    by_row: dict[str, BySeed] = {}
+    for name in rows:
+        if name in rates:
+            by_seed = find_results(replace(rows[name], learning_rate=rates[name]), results)
+            by_row[name] = {seed: by_seed[seed] for seed in seeds if seed in by_seed}
     references = [name for name in ("sft", "sft + trusted") if name in rows]
     differences = [f"to {name}" for name in references]
-    columns = ["row", "rate", "seeds", "accuracy %", *differences, "loss", *differences, "AUC", "wrong", "cost"]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    head = ["row", "rate", "seeds", "accuracy %", *differences, "loss", *differences, "AUC", "wrong", "cost"]
+    table = []
     for name, by_seed in by_row.items():
-        if not by_seed:
-            lines.append(f"| {name} | | not run |" + " |" * (len(columns) - 3))
-            continue
         cells = [name, f"{rates[name]:g}" if rows[name].num_steps > 0 else "", str(len(by_seed))]
         for key, unit, digits in (("accuracy", 100, 1), ("held_out_loss", 1, 4)):
-            cells.append(cell([unit * result[key] for result in by_seed.values()], digits))
+            values = {row: {seed: unit * result[key] for seed, result in some.items()} for row, some in by_row.items()}
+            cells.append(cell(list(values[name].values()), digits))
             for reference in references:
-                values = [unit * value for value in paired(by_seed, by_row[reference], key)]
-                cells.append(cell(values, digits, difference=True) if values and name != reference else "")
-        cells += [_mean(by_seed, "auc"), _mean(by_seed, "weight_on_wrong")]
-        cells.append(f"{_mean_seconds(by_seed) / _mean_seconds(by_row['sft']):.1f}" if by_row["sft"] else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                differing = paired(values[name], values[reference])
+                cells.append(cell(differing, digits, difference=True) if differing and name != reference else "")
+        cost = (_mean(by_seed, "seconds") or 0.0) / (_mean(by_row.get("sft", {}), "seconds") or np.nan)
+        measured = [_mean(by_seed, key) for key in ("auc", "weight_on_wrong")]
+        table.append([*cells, *(format_number(value, ".2f") for value in measured), f"{cost:.1f}"])
+    return Table("", head, table).markdown()
 
 
-def _mean(by_seed: BySeed, key: str) -> str:
+def _mean(by_seed: BySeed, key: str) -> float | None:
     values = [result[key] for result in by_seed.values() if key in result]
-    return f"{np.mean(values):.2f}" if values else ""
-
-
-def _mean_seconds(by_seed: BySeed) -> float:
-    return float(np.mean([result["seconds"] for result in by_seed.values()]))
+    return float(np.mean(values)) if values else None

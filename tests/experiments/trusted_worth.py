@@ -28,6 +28,7 @@ from tests.experiments.settings import read_results
 from tests.experiments.task import measure_trace_separation
 from tests.helpers.commands import REPOSITORY
 from vcore_ds import probe_direction, token_utilities
+from vcore_ds.commands.report.page import Table
 from vcore_ds.common.statistics import cell, paired
 from vcore_ds.data.answers import final_answer
 
@@ -283,25 +284,22 @@ def run() -> None:
 
 def report() -> None:
     results = read_results(RESULTS)
-    for name, setting in SETTINGS.items():
+    for name in SETTINGS:
         by_row = {row: {r["seed"]: r for r in results if (r["setting"], r["row"]) == (name, row)} for row in ROWS}
         if not by_row[SFT]:
             continue
-        print(
-            f"### {name}\n\n| row | right answers, % | to `sft` | to the pool alone | seeds | by type | as spoiled, % |"
-        )
-        print("|---" * 7 + "|")
         right = {row: {seed: 100 * r["right"] for seed, r in sorted(by_row[row].items())} for row in ROWS}
+        table = []
         for row, by_seed in by_row.items():
             cells = [row, cell(list(right[row].values()), 0)]
             for other in (SFT, POOL):
                 differences = paired(right[row], right[other])
                 cells.append("" if row == other else cell(differences, 0, difference=True))
             by_type = 100 * np.mean([result["right_by_type"] for result in by_seed.values()], axis=0)
-            cells.append(", ".join(f"{value:.0f}" for value in right[row].values()))
-            cells.append(", ".join(f"{value:.0f}" for value in by_type) if setting.num_types > 1 else "")
-            cells.append(cell([100 * result["spoiled"] for result in by_seed.values()], 0))
-            print("| " + " | ".join(cells) + " |")
+            cells += [", ".join(f"{value:.0f}" for value in values) for values in (right[row].values(), by_type)]
+            table.append([*cells, cell([100 * result["spoiled"] for result in by_seed.values()], 0)])
+        head = ["row", "right answers, %", "to `sft`", "to the pool alone", "seeds", "by type", "spoiled, %"]
+        print(f"### {name}\n\n{Table('', head, table).markdown()}")
         for result in by_row[SELECTION].values():
             print({key: result[key] for key in ("seed", "auc", "auc_by_type", "auc_of_loss", "right_share_kept")})
         print()
