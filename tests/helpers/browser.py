@@ -42,11 +42,7 @@ def started_browser() -> "Iterator[Browser]":
 @contextmanager
 def open_page(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
     """Open a report and wait until it is drawn. At the end, the page must have logged nothing and requested only its
-    file.
-
-    Args:
-        options: options of the browser context, such as `color_scheme` and `viewport`.
-    """
+    file. `options`: of the browser context, such as `color_scheme` and `viewport`."""
     context = browser.new_context(**options)
     context.set_default_timeout(HANG_MILLISECONDS)
     page = context.new_page()

@@ -1,47 +1,31 @@
-"""Make the pictures of a report for docs/pictures: a followed trace with coloured tokens, and curves.
+"""Make docs/pictures/report_*.png, screenshots of a run's report: python -m tests.helpers.report_pictures RUN"""
 
-    python -m tests.helpers.report_pictures RUN [--output docs/pictures]
-
-They are screenshots of the page that `vcore-ds report RUN` writes.
-"""
-
-import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.helpers.browser import find_missing_requirement, open_page, started_browser
+from tests.helpers.browser import open_page, started_browser
 from vcore_ds.commands.report import write_report
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-MARGIN = 12
-"""Space around the elements of a picture, in pixels of the page."""
+PICTURES = (
+    ("report_tokens.png", 800, 2.0, "#movement h2", "#movement .tokens"),
+    ("report_curves.png", 1000, 1.5, "#curves h2", "figure[data-chart=alpha]"),
+)
+"""File, width of the window, pixels of the picture for each of the page, the first and the last element."""
+MARGIN = 12  # pixels of the page above and below them
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="FOLDER")
-    arguments = parser.parse_args()
-    missing = find_missing_requirement()
-    if missing:
-        raise SystemExit(missing)
-    (report,) = write_report([arguments.run])
+    (report,) = write_report([Path(sys.argv[1])])
     with started_browser() as browser:
-        with open_page(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=2) as page:
-            _shoot(page, "#movement h2", "#movement .tokens", arguments.output / "report_tokens.png")
-        with open_page(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
-            page.locator("figure[data-chart=loss] svg").hover()  # the cursor
-            _shoot(page, "#curves h2", "figure[data-chart=alpha]", arguments.output / "report_curves.png")
-
-
-def _shoot(page: "Page", first: str, last: str, path: Path) -> None:
-    """Save a screenshot as wide as the window, from one element to another."""
-    start, box = page.locator(first).first.bounding_box(), page.locator(last).first.bounding_box()
-    top = start["y"] + page.evaluate("scrollY") - MARGIN
-    height, width = box["y"] + box["height"] - start["y"] + 2 * MARGIN, page.viewport_size["width"]
-    page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": width, "height": height})
+        for name, width, scale, *ends in PICTURES:
+            window = {"width": width, "height": 1600}
+            with open_page(browser, report, viewport=window, device_scale_factor=scale) as page:
+                page.locator("figure[data-chart=loss] svg").hover()  # for the cursor
+                first, last = (page.locator(end).first.bounding_box() for end in ends)
+                top = first["y"] + page.evaluate("scrollY") - MARGIN
+                height = last["y"] + last["height"] - first["y"] + 2 * MARGIN
+                clip = {"x": 0, "y": top, "width": width, "height": height}
+                page.screenshot(path=Path("docs/pictures", name), full_page=True, clip=clip)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,8 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     **changes: Mapping[str, Any],
 ) -> Path:
-    """Write the folder of a finished run.
-
-    Args:
-        records, followed: sequences by step.
-        changes: sections of the recipe, merged over the smallest one.
-    """
+    """Write the folder of a finished run. `records`, `followed`: sequences by step; `changes`: sections of the recipe,
+    merged over the smallest one."""
     folder.mkdir(parents=True)
     recipe = smallest_recipe()
     recipe["run"]["output_dir"] = str(folder)
