@@ -51,10 +51,6 @@ class Setting:
         """Settings that differ from the defaults."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
-    def label(self) -> str:
-        """Name of a row: the changed settings without the seed."""
-        return " ".join(f"{name}={value}" for name, value in self.changed().items() if name != "seed")
-
     def num_trusted(self) -> int:
         """Number of sequences of the pool in each batch, a share `trusted_share` of it."""
         return round(BATCH_SIZE * self.trusted_share / (1 - self.trusted_share))
@@ -104,7 +100,9 @@ def choose_rate(row: Setting, rates: Sequence[float], results: Sequence[Result],
     for rate in rates:
         by_seed = find_results(replace(row, learning_rate=rate), results)
         if not by_seed.keys() >= set(seeds):
-            raise ValueError(f"{row.label()} at {rate:g}: found seeds {sorted(by_seed)}, expected {list(seeds)} first")
+            raise ValueError(
+                f"{row.changed()} at {rate:g}: found seeds {sorted(by_seed)}, expected {list(seeds)} first"
+            )
         measures = (("accuracy", -1), ("held_out_loss", 1))
         badness[rate] = tuple(sign * float(np.mean([by_seed[seed][key] for seed in seeds])) for key, sign in measures)
     return min(badness, key=badness.__getitem__)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,7 @@ NUM_TRACES, NUM_STEPS = 1024, 100
 TRUSTED_SHARE = 0.2  # 4 trusted sequences in addition to 16 of the training data
 POOL = 8
 WITHIN = 0.005  # nats within a trace if the budget is over the batch
-CELLS = (
-    ("systematic", 0.6),
-    ("random", 0.6),
-    ("systematic", 0.3),
-    ("systematic", 0.8),
-    ("random", 0.3),
-    ("random", 0.8),
-)
+CELLS = [(noise, share) for share in (0.6, 0.3, 0.8) for noise in ("systematic", "random")]
 """Noise and share of wrong traces; the central cell first."""
 # Size and share of wrong traces of pools in the central cell
 POOLS = ((4, 0.0), (16, 0.0), (64, 0.0), (8, 0.25), (16, 0.25))
@@ -73,13 +66,7 @@ POOL_ROWS = (
 
 def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_traces: float = 0.0) -> dict[str, Setting]:
     """Name -> row, without seed and learning rate (0)."""
-    sft = Setting(
-        learning_rate=0.0,
-        num_steps=NUM_STEPS,
-        noise=noise,
-        wrong_traces=wrong_traces,
-        num_traces=NUM_TRACES,
-    )
+    sft = Setting(0.0, num_steps=NUM_STEPS, noise=noise, wrong_traces=wrong_traces, num_traces=NUM_TRACES)
     dft = replace(sft, method="dft")
     with_training_probe = replace(sft, method="vcore", direction="adam", kl_budget=0.5, probe_size=32)
     over_batch = {"kl_budget": WITHIN, "batch_kl_budget": 1.0}
@@ -138,13 +125,10 @@ def make_pool_rows(pool_size: int, pool_wrong_traces: float) -> dict[str, Settin
 
 
 def choose_row_rate(name: str, results: Sequence[dict[str, Any]]) -> float:
-    """Learning rate of a row of the central cell; raises ValueError like `choose_rates`."""
-    return choose_rates({name: grid(*CELLS[0])[name]}, results)[name]
-
-
-def choose_rates(rows: Mapping[str, Setting], results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Row -> learning rate; raises ValueError if a row has not been run at all rates on all CHOOSING_SEEDS."""
-    return {name: choose_rate(row, list_rates(row), results, CHOOSING_SEEDS) for name, row in rows.items()}
+    """Learning rate of a row of the central cell; raises ValueError if it has not been run at all rates on all
+    CHOOSING_SEEDS."""
+    row = grid(*CELLS[0])[name]
+    return choose_rate(row, list_rates(row), results, CHOOSING_SEEDS)
 
 
 def list_rates(row: Setting) -> Sequence[float]:
@@ -157,7 +141,8 @@ def iter_runs() -> Iterator[Setting]:
     for seed in CHOOSING_SEEDS:
         for row in centre.values():
             yield from (replace(row, learning_rate=rate, seed=seed) for rate in list_rates(row))
-    rates = choose_rates(centre, read_results(RESULTS))
+    results = read_results(RESULTS)
+    rates = {name: choose_row_rate(name, results) for name in centre}
     tables = [centre, *(make_cell_rows(*cell) for cell in CELLS[1:]), *(make_pool_rows(*pool) for pool in POOLS)]
     for seed in SEEDS:
         for rows in tables:
@@ -201,7 +186,7 @@ def run() -> None:
         with RESULTS.open("a") as file:
             file.write(json.dumps({**setting.changed(), **result}) + "\n")
         done.add(setting)
-        print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
+        print(setting.changed(), result, flush=True)
 
 
 def report() -> None:
