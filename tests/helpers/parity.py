@@ -18,6 +18,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.sharded_loading import partition_experts
 from vcore_ds.method.baselines import random_mask
+from vcore_ds.training.followed import FollowedTraces, measure_followed
 from vcore_ds.training.weighting import compute_log_probabilities
 
 
@@ -47,6 +48,8 @@ class Case:
     """Expert-parallel size; above 1, experts have no adapters."""
     moe_kind: str | None = None
     """Kind of an MoE model, see `tiny.moe_model`; None for a Qwen3."""
+    follows: bool = False
+    """Whether three traces are followed, and measured after the last step."""
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of the section `zero_optimization` of DeepSpeed's configuration."""
     sections: dict[str, Any] = field(default_factory=dict)
@@ -111,14 +114,17 @@ def run_case(case: Case) -> dict[str, float]:
 
     estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
     mains = [make_batch(case, 10 + k) for k in range(case.num_steps)]
+    followed = tiny.make_batch(3, seed=90)
     if recipe.method.name == "iw_sft" and not case.lora:  # as `vcore-ds reference`, but all rows on every rank
-        for main in mains:
-            rows = [tiny.take_rows(main, [row]) for row in range(case.num_main)]
+        for main in (*mains, followed):
+            rows = [tiny.take_rows(main, [row]) for row in range(main.num_sequences)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
+    prepare = PREPARE.get(recipe.method.name, lambda batch: None)
+    followed_options = dict(followed=followed, followed_kept=prepare(followed)) if case.follows else {}
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
         probe = tiny.make_batch(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
-        masks = PREPARE[recipe.method.name](main) if recipe.method.name in PREPARE else None
+        masks, is_last = prepare(main), k == case.num_steps - 1
         if k % case.probe_every != 0 or recipe.method.name != "vcore":
             probe = None
         k_main, k_probe = case.sequence_parallel
@@ -129,9 +135,8 @@ def run_case(case: Case) -> dict[str, float]:
         metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded, learning_rate=rate)
         has_local_alpha = recipe.method.alpha_scope == "micro_batch"
         groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if has_local_alpha else None
-        expected = step_runs.reference_step(
-            reference, main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe)
-        )
+        options = step_runs.reference_options(recipe) | (followed_options if is_last else {})
+        expected = step_runs.reference_step(reference, main, probe, groups=groups, kept=masks, **options)
 
         def note(quantity: str, deviation: float) -> None:
             assert deviation == deviation, f"{quantity} is NaN"
@@ -160,6 +165,19 @@ def run_case(case: Case) -> dict[str, float]:
             norm = float(torch.cat([g.flatten() for g in expected["gradient"].values()]).norm())
             note("norm", abs(metrics.values["grad_norm"] / norm - 1))
             note("drift", megatron.measure_drift(model, parameters))
+        if recipe.method.name == "asft":
+            note("base_kl", abs(metrics.values["base_kl"] / expected["base_kl"] - 1))
+        worst["total_weight"] = metrics.values["total_weight"]
+        if case.follows and is_last:
+            traces = FollowedTraces([("training data", i) for i in range(3)], step_runs.deal(followed, 2))
+            measured = measure_followed(engine, recipe.method, traces, estimator, seed=0)
+            assert sorted(measured) == list(range(layout.rank("shards"), 3, layout.size("shards")))
+            for i, trace in measured.items():
+                for name, values in expected["followed"][i].items():
+                    assert (getattr(trace, name) is None) == (values is None)
+                    if values is not None:
+                        measured_values = torch.from_numpy(getattr(trace, name))
+                        note(f"followed {name}", step_runs.relative_error(measured_values, values))
     engine.close()
     return worst
 

@@ -60,9 +60,7 @@ def list_unfinished(checkpoints: Path) -> list[Path]:
 
 
 def _get_step(folder: Path) -> int:
-    step = parse_step(folder)
-    assert step is not None
-    return step
+    return int(folder.name.removeprefix("step_"))
 
 
 def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
@@ -203,7 +201,7 @@ def find_problem(folder: Path, say: Callable[[str], None], *, part: int = 0, num
 
 
 class _Unusable(Exception):
-    """A checkpoint cannot be used; the message is the reason."""
+    """Why a checkpoint cannot be used."""
 
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:

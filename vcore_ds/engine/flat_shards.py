@@ -152,9 +152,8 @@ class FlatShards:
         self._numels: list[int] = zero.fp16_partitioned_groups_flat_numel
         self._positions = {}
         for parameter in trainable:
-            sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
-            numel = max(0, min(shard_numel, parameter.ds_numel - find_shard_group(parameter).rank * shard_numel))
-            self._positions[id(parameter)] = ShardPosition(sub_group, offset, shard_numel, numel)
+            position = zero.grad_position[zero.get_param_id(parameter)]
+            self._positions[id(parameter)] = ShardPosition(*position, unpadded_shard(parameter).numel())
         self._replicated: list[nn.Parameter] = []
         self._counted_spans: list[tuple[int, slice]] | None = None
         if layout.size("tensor") > 1:

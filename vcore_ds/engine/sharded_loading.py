@@ -28,7 +28,7 @@ from vcore_ds.common.text import Progress
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import find_tensor_axis, start_deepspeed
-from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
+from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned, unpadded_shard
 from vcore_ds.models.causal_lm import (
     load_causal_lm,
     prepare_for_training,
@@ -185,11 +185,9 @@ def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[ReadRequ
 def local_shard(parameter: PartitionedParameter) -> tuple[int, torch.Tensor]:
     """Return the offset of this rank's shard in the flattened parameter, and the shard without its padding, after
     setting the padding to zero."""
-    shard = parameter.ds_tensor
-    start = layout.rank("shards") * shard.numel()
-    numel = max(0, min(shard.numel(), parameter.ds_numel - start))
-    shard[numel:].zero_()
-    return start, shard[:numel]
+    shard = unpadded_shard(parameter)
+    parameter.ds_tensor[len(shard) :].zero_()
+    return layout.rank("shards") * parameter.ds_tensor.numel(), shard
 
 
 def load_parallel(

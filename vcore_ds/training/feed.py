@@ -76,8 +76,8 @@ class Feed:
             "probe_sequence_parallel": None if probe is None else probe.sequence_parallel,
         }
         return StepBatches(
-            self._select_for_rank(main, self.main_dataset),
-            [] if probe is None else self._select_for_rank(probe, self.probe_dataset),
+            make_rank_batches(main, self.main_dataset, self.pad_token_id),
+            [] if probe is None else make_rank_batches(probe, self.probe_dataset, self.pad_token_id),
             measured,
             _take_lengths(main.ids, self.main_dataset),
             [] if probe is None else _take_lengths(probe.ids, self.probe_dataset),
@@ -91,12 +91,12 @@ class Feed:
         the main batch."""
         sequences = self.dataset if dataset is None else dataset
         batch_layout = self.plan.lay_out_main(ids, _take_lengths(ids, sequences), micro_batch_size)
-        return self._select_for_rank(batch_layout, sequences)
+        return make_rank_batches(batch_layout, sequences, self.pad_token_id)
 
     def probe_batches(self, ids: Sequence[int]) -> list[Batch]:
         """Make this rank's micro-batches of the probe batch `ids`, positions in `probe_dataset`."""
         batch_layout = self.plan.lay_out_probe(ids, _take_lengths(ids, self.probe_dataset))
-        return self._select_for_rank(batch_layout, self.probe_dataset)
+        return make_rank_batches(batch_layout, self.probe_dataset, self.pad_token_id)
 
     def epoch(self, num_done: int) -> float:
         """Passes over the training data after `num_done` steps: sequences drawn over sequences of all files."""
@@ -131,9 +131,6 @@ class Feed:
             return None
         ids = self.probe_stream.step(k)
         return self.plan.lay_out_probe(ids, _take_lengths(ids, self.probe_dataset))
-
-    def _select_for_rank(self, batch_layout: BatchLayout, dataset: Dataset | JoinedDataset) -> list[Batch]:
-        return make_rank_batches(batch_layout, dataset, self.pad_token_id)
 
 
 def _next_steps(num_done: int, num_steps: int) -> range:
@@ -205,8 +202,7 @@ class DataReader:
 
     def _select(self, store: Store) -> KeptTraces | None:
         """Select traces by `data.keep`; None without it."""
-        keep = self.settings.keep
-        if keep is None:
+        if (keep := self.settings.keep) is None:
             return None
         kept = run_first_rank_first(lambda: read_matching_kept(keep, store, self.model))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
@@ -247,12 +243,6 @@ class DataReader:
         if len(stores) == 1:
             return stores[0]
         joined = JoinedStores(stores, [file.weight for file in files])
-        digests = [store.digest for store in stores]
-        for i, digest in enumerate(digests):
-            if (first := digests.index(digest)) < i:
-                console.warn(
-                    f"data.train_path: {files[i].path} has the same sequences as {files[first].path}; they count twice"
-                )
         for file, first in zip(files, joined.first_ids, strict=True):
             console.note(f"Sequence ids of {file.path}: from {first:,}")
         return joined
@@ -262,20 +252,20 @@ class DataReader:
         it cannot be made, is damaged, or does not fit the model."""
         if path in self._stores:
             return self._stores[path]
-        folder = run_first_rank_first(lambda: self._find_store(path))
-        store = open_store(self.settings, folder, self.model, self.tokenizer)
+        settings = self.settings
+
+        def find_store() -> Path:
+            folder = find_or_make_store(path, self.tokenizer, settings, say=console.say, note=console.note)
+            if local_rank() == 0:
+                check_contents(folder, cache_root(settings.cache_dir))
+            return folder
+
+        store = open_store(settings, run_first_rank_first(find_store), self.model, self.tokenizer)
         console.note(f"Data: {path}: {store.describe()}")
         for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
             console.warn(f"{path}: {number:,} {what}")
         self._stores[path] = store
         return store
-
-    def _find_store(self, path: str) -> Path:
-        settings = self.settings
-        folder = find_or_make_store(path, self.tokenizer, settings, say=console.say, note=console.note)
-        if local_rank() == 0:
-            check_contents(folder, cache_root(settings.cache_dir))
-        return folder
 
 
 def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:

@@ -7,8 +7,7 @@
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,8 +48,7 @@ class SequenceTokens:
     """fp32 [n], along the direction of the step; None for methods without utilities"""
     weights: np.ndarray = field(kw_only=True)  # fp32 [n], `q[i,t]`, within the full sequence
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), kw_only=True)
-    """int32 [p], the last `MOST_PROMPT_TOKENS` tokens before the first supervised one; empty in records of 0.7 and
-    before"""
+    """int32 [p], the last `MOST_PROMPT_TOKENS` tokens before the first supervised one"""
     source: str = field(default="", kw_only=True)
     """Of a followed trace: `training data`, `held out`, or `held out, NAME`; empty in the record of a main batch."""
     num_supervised_tokens: int | None = field(default=None, kw_only=True)
@@ -137,7 +135,7 @@ def record_steps(num_steps: int, num_records: int) -> list[int]:
 
 def write_record(run: Path, record: TokenRecord, kind: Kind = "step") -> Path:
     """Write a record into a run's folder; return its file. Raises OSError."""
-    sequences = record.sequences
+    sequences, prompts = record.sequences, [sequence.prompt_ids for sequence in record.sequences]
     arrays: dict[str, np.ndarray] = {"format": np.array(FORMAT)}
     arrays |= {name: np.array(getattr(record, name), dtype=np.int64) for name in _RECORD_FIELDS}
     arrays["first_trusted_id"] = np.array(_NONE if record.first_trusted_id is None else record.first_trusted_id)
@@ -146,7 +144,15 @@ def write_record(run: Path, record: TokenRecord, kind: Kind = "step") -> Path:
         arrays[name] = np.array([getattr(sequence, attribute) for sequence in sequences], dtype=dtype)
     if kind == "followed":
         arrays |= {name: np.array([getattr(one, field) for one in sequences]) for name, field in _OF_TRACES.items()}
-    return write_arrays(record_path(run, record.step, kind), arrays | _join_tokens(sequences))
+    # The tokens of all sequences are joined; an array that a sequence lacks is left out.
+    arrays["num_tokens"] = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+    arrays["num_prompt_tokens"] = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    arrays["prompt_ids"] = np.concatenate(prompts)
+    for name in _TOKEN_ARRAYS:
+        parts = [getattr(sequence, name) for sequence in sequences]
+        if all(part is not None for part in parts):
+            arrays[name] = np.concatenate(parts)
+    return write_arrays(record_path(run, record.step, kind), arrays)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
@@ -164,69 +170,42 @@ def record_path(run: Path, step: int, kind: Kind = "step") -> Path:
     return run / TOKENS / f"{kind}_{step:08d}.npz"
 
 
-def _join_tokens(sequences: Sequence[SequenceTokens]) -> dict[str, np.ndarray]:
-    """Join the tokens of all sequences into the arrays of a file, with `num_tokens` of each sequence. An array that a
-    sequence lacks is left out."""
-    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TOKEN_ARRAYS}
-    joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
-    prompts = [sequence.prompt_ids for sequence in sequences]
-    return {
-        "num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64),
-        "num_prompt_tokens": np.array([len(prompt) for prompt in prompts], dtype=np.int64),
-        "prompt_ids": np.concatenate(prompts),
-        **joined,
-    }
-
-
 def read_records(run: Path, kind: Kind = "step") -> list[TokenRecord]:
     """Read the records in a run's folder, by step. Raises UserError if one cannot be read."""
     return [read_record(path) for path in sorted((run / TOKENS).glob(f"{kind}_*.npz"))]
 
 
 def read_record(path: Path) -> TokenRecord:
-    """Read a record. Raises UserError if it cannot be read."""
-    with _read_arrays(path, "a record of tokens that a run has written") as arrays:
-        first_trusted_id = int(arrays["first_trusted_id"])
-        names = _FIELDS | (_OF_TRACES if "sources" in arrays else {})
-        columns = zip(*(arrays[name].tolist() for name in names), strict=True)
-        return TokenRecord(
-            **{name: int(arrays[name]) for name in _RECORD_FIELDS},
-            first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
-            sequences=[
-                SequenceTokens(**dict(zip(names.values(), values, strict=True)), **tokens)
-                for values, tokens in zip(columns, _split_tokens(arrays), strict=True)
-            ],
-        )
-
-
-@contextmanager
-def _read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
-    """A context with the arrays of a file, by name. Raises UserError, also for errors in the block, if the file cannot
-    be read, is damaged, or has another format. `expected`: the contents, for messages."""
+    """Read a record. Raises UserError if it cannot be read, is damaged, or has another format."""
+    expected = "a record of tokens that a run has written"
     try:
         with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         if int(arrays["format"]) != FORMAT:
             raise UserError(f"{path}: found format {int(arrays['format'])}; expected {FORMAT}, of this version")
-        yield arrays
+        return _parse_record(arrays)
     except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
             f"{path}: is damaged: {error}; expected {expected}. Remove it: the other records of the run can be read"
         ) from None
 
 
-def _split_tokens(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Split the arrays of a file into the token arrays of each sequence. Raises ValueError if lengths do not add up,
-    KeyError if an array is missing."""
-    lengths = arrays["num_tokens"]
-    names = [name for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT]
-    parts = {name: _split(arrays[name], lengths) for name in names}
-    if "prompt_ids" in arrays:
-        parts["prompt_ids"] = _split(arrays["prompt_ids"], arrays["num_prompt_tokens"])
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-
-
-def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    if len(column) != lengths.sum():
-        raise ValueError("arrays of different lengths")
-    return np.split(column, np.cumsum(lengths)[:-1])
+def _parse_record(arrays: Mapping[str, np.ndarray]) -> TokenRecord:
+    """Make a record of the arrays of a file. Raises ValueError if lengths do not add up, KeyError if an array is
+    missing."""
+    first_trusted_id = int(arrays["first_trusted_id"])
+    names = _FIELDS | (_OF_TRACES if "sources" in arrays else {})
+    columns: dict[str, Sequence[Any]] = {field: arrays[name].tolist() for name, field in names.items()}
+    for name in (*_TOKEN_ARRAYS, "prompt_ids"):
+        if name in arrays or name not in _MAY_BE_ABSENT:
+            lengths = arrays["num_prompt_tokens" if name == "prompt_ids" else "num_tokens"]
+            if len(arrays[name]) != lengths.sum():
+                raise ValueError("arrays of different lengths")
+            columns[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
+    return TokenRecord(
+        **{name: int(arrays[name]) for name in _RECORD_FIELDS},
+        first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
+        sequences=[
+            SequenceTokens(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
+        ],
+    )

@@ -263,15 +263,11 @@ class Direction:
             group = [parameter for parameter in parameters if is_expert_block(parameter) == with_experts]
             if not group:
                 continue
-            pending = None
-            if find_shard_group(group[0]).size > 1:
+            pending, ranks = None, find_shard_group(group[0])
+            if ranks.size > 1:
                 # Concatenated: with weight decay, matrices and vectors of a layer are in different sub-groups.
                 shards = [self.shard(parameter) for parameter in group]
-                shard = shards[0] if len(shards) == 1 else torch.cat(shards)
-                if with_experts:
-                    pending = layout.start_all_gather("expert_shards", shard)
-                else:
-                    pending = layout.start_all_gather("shards", shard)
+                pending = layout.start_all_gather(ranks.axis, shards[0] if len(shards) == 1 else torch.cat(shards))
             gathers.append(ShardGroupGather(group, pending))
         return gathers
 
