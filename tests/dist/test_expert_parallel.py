@@ -17,7 +17,6 @@ from tests.helpers import resumed_runs, step_runs, tiny
 from tests.helpers.moe_models import write_moe_model
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.data.tokenization import load_tokenizer
@@ -66,18 +65,7 @@ CASES = {
         coalesce=True,
         sections=CLIPPED,
     ),
-} | soak(
-    {
-        "2 of 4": Case(expert=2, moe_kind=QWEN, persistence_threshold=100_000),
-        "2 of 4, muon": Case(expert=2, moe_kind=QWEN, sections=MUON),
-        "all 4, idle experts, one reduction, clipped": Case(
-            expert=4, moe_kind=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
-        ),
-        "all 4, idle experts, checkpointed, idle micro-batches": Case(
-            expert=4, moe_kind=f"{QWEN}, idle experts", checkpointing=True, num_main=5, num_probe=1
-        ),
-    }
-)
+}
 
 
 def run_all(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed import layout
 from vcore_ds.engine import flat_shards
 from vcore_ds.engine.flat_shards import iterate_chunks
@@ -246,7 +245,7 @@ def check_all() -> dict[tuple, dict[str, Any]]:
     return {case: check_case(*case) for case in CASES}
 
 
-@pytest.fixture(scope="module", params=[1, 4, *([2] if IS_SOAK else [])])
+@pytest.fixture(scope="module", params=[1, 4])
 def checked(request: pytest.FixtureRequest) -> list[dict[tuple, dict[str, Any]]]:
     return run_ranks(check_all, request.param)
 

@@ -12,7 +12,6 @@ import torch
 from tests.helpers import megatron, step_runs, tiny
 from tests.helpers.oracle import Reference
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import IS_SOAK
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
@@ -182,7 +181,7 @@ def measure_all(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 4, *([2] if IS_SOAK else [])])
+@pytest.fixture(scope="module", params=[1, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     return run_ranks(measure_all, request.param, tmp_path_factory.mktemp("states"))
 

@@ -14,7 +14,6 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.measured_bytes import count_persistent_bytes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import Batch
@@ -40,9 +39,6 @@ CASES = [  # precision, adapters, activation checkpoints
     ("bf16", True, True),
 ]
 GRAPHS = [(False, True), (True, False)]  # adapters, fused pass
-if IS_SOAK:
-    CASES += [("fp32", True, False), ("bf16", False, True), ("bf16", True, False)]
-    GRAPHS += [(False, False), (True, True)]
 TRANSIENT_BOUND = 0.20
 """Largest relative error of an estimated peak. PyTorch's temporaries are counted as tensors here, by formulas there."""
 

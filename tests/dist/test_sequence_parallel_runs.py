@@ -13,7 +13,6 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
-from tests.helpers.soak import IS_SOAK
 from tests.helpers.token_records import assert_same_followed, assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.dist
 
 FOLLOWING = ("alone", "2_4", "resumed")
 """Runs with followed traces: on one rank, and with packs shared by two ranks, also by four after resuming."""
-SEQUENCE_PARALLEL_SIZES = [(2, 4), ("auto", "auto"), *([(1, 1), (4, 2)] if IS_SOAK else [])]
+SEQUENCE_PARALLEL_SIZES = [(2, 4), ("auto", "auto")]
 """Of the main batch and of the probe batch, on 4 ranks."""
 STOP = 1
 """Step 2 takes the direction of step 1, step 3 probes."""

@@ -1,5 +1,5 @@
 """From a recipe's method to weights and alphas: every method, alpha, scope, cap and normalization against the papers'
-formulas in numpy fp64, and a few numbers by hand."""
+formulas in numpy fp64."""
 
 import math
 from dataclasses import dataclass
@@ -208,26 +208,3 @@ def test_the_baselines_have_no_alpha_whatever_the_recipe_says(name: str, alpha: 
     assert alpha_of_micro_batch(method, tokens, weights, torch.ones(3) / 3) == 1.0
     moments = utility_moments(tokens.utilities, weights, tokens.sequence_index, tokens.num_sequences)
     assert alpha_of_global_batch(method, loss=2.0, weighted_loss=4.0, utility_moments=moments) == 1.0
-
-
-BY_HAND = [
-    # Two sequences with losses (1, 3) and (2): mean of means 2, mean over tokens 2. Utilities (0, log 3) and (0) give
-    # the weights (1/4, 3/4) and (1), so the weighted losses are 2.5 and 2.
-    ("loss_ratio", "sequence", 2 / 2.25),
-    ("loss_ratio", "token", 2 / (2 / 3 * 2.5 + 1 / 3 * 2)),
-    # Mean utilities log(3)/2 and 0, weighted 3/4 log(3) and 0.
-    ("variance", "sequence", 2 / 3),
-    ("variance", "token", 2 / 3),
-]
-
-
-@pytest.mark.parametrize(("alpha", "normalization", "expected"), BY_HAND)
-def test_an_alpha_by_hand(alpha: str, normalization: str, expected: float) -> None:
-    tokens = Tokens(
-        torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]), 2, utilities=torch.tensor([0.0, math.log(3), 0.0])
-    )
-    method = MethodConfig(temperature=1.0, alpha=alpha, alpha_scope="micro_batch", normalization=normalization)
-    weights = token_weights(method, tokens).weights
-    assert weights.tolist() == pytest.approx([0.25, 0.75, 1.0])
-    shares = sequence_shares(tokens.num_tokens(), GlobalCounts(2, 3), normalization)
-    assert float(alpha_of_micro_batch(method, tokens, weights, shares)) == pytest.approx(expected)

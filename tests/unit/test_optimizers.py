@@ -1,9 +1,9 @@
-"""Muon's update and direction against torch.optim.Muon, singular values and autograd."""
+"""Muon's update, and the probe directions for Muon and Adam, against autograd, an SVD and torch's optimizers."""
 
 import pytest
 import torch
 
-from vcore_ds.method.optimizers import blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import adam_direction, blend_momentum, muon_direction, muon_update
 
 BETA = 0.95
 SHAPES = [(6, 6), (5, 12), (12, 5), (3, 4, 7)]
@@ -30,7 +30,7 @@ def test_three_steps_are_those_of_torch_optim_muon(shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_update_has_the_singular_vectors_of_the_blend_and_values_of_one(shape: tuple[int, ...]) -> None:
+def test_muons_update_has_the_singular_vectors_of_the_blend_and_values_of_one(shape: tuple[int, ...]) -> None:
     """By an SVD: the polynomial acts on each singular value separately."""
     blend = draw(*shape)
     u, s, v = torch.linalg.svd(blend, full_matrices=False)
@@ -43,7 +43,7 @@ def test_the_update_has_the_singular_vectors_of_the_blend_and_values_of_one(shap
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_direction_is_the_transposed_jacobian_times_the_gradient(shape: tuple[int, ...]) -> None:
+def test_muons_direction_is_the_transposed_jacobian_times_the_gradient(shape: tuple[int, ...]) -> None:
     gradient, momentum, token_gradient = (draw(*shape, seed=seed) for seed in (1, 2, 3))
 
     def update(g: torch.Tensor) -> torch.Tensor:
@@ -84,3 +84,67 @@ def test_a_zero_gradient_gives_a_zero_update_and_direction() -> None:
     """Experts without tokens have such a gradient."""
     zero = torch.zeros(2, 4, 3)
     assert not muon_update(zero).any() and not muon_direction(zero, zero, BETA).any()
+
+
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+def make_adam_state(num_steps: int, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    m, v = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for _ in range(num_steps):
+        g = torch.randn(numel, generator=generator, dtype=torch.float64)
+        m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g * g
+    return m, v
+
+
+def compute_adam_update(g, m, v, k):
+    """`d_k(g)` of the appendix "Explicit Jacobian for Adam", line by line."""
+    m_k = BETAS[0] * m + (1 - BETAS[0]) * g
+    v_k = BETAS[1] * v + (1 - BETAS[1]) * g * g
+    return (m_k / (1 - BETAS[0] ** k)) / ((v_k / (1 - BETAS[1] ** k)).sqrt() + EPS)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 10, 500])
+def test_adams_direction_is_the_jacobian_of_the_update_times_the_gradient(num_steps: int) -> None:
+    numel, k = 40, num_steps + 1
+    m, v = make_adam_state(num_steps, numel, seed=num_steps)
+    g = torch.randn(numel, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda x: compute_adam_update(x, m, v, k), g)
+    assert torch.equal(jacobian, jacobian.diagonal().diag())  # each coordinate by itself
+    direction = adam_direction(g, m, v, step=k, betas=BETAS, eps=EPS)
+    torch.testing.assert_close(direction, jacobian @ g, rtol=1e-10, atol=1e-12)
+
+
+def test_the_direction_is_the_derivative_of_adamws_real_step() -> None:
+    """theta moves by -lr * d_k(g); along g, d_k changes by J g, here by a central difference of AdamW's real step."""
+    numel, learning_rate, h = 30, 0.5, 1e-6
+    gradients = torch.randn(4, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def measure_update(last_gradient: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        parameter = torch.zeros(numel, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.AdamW([parameter], lr=learning_rate, betas=BETAS, eps=EPS, weight_decay=0.0)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        state = {key: optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")}
+        before = parameter.detach().clone()
+        parameter.grad = last_gradient
+        optimizer.step()
+        return (before - parameter.detach()) / learning_rate, state
+
+    g = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    forward, state = measure_update((1 + h) * g)
+    backward, _ = measure_update((1 - h) * g)
+    step = int(state["step"]) + 1
+    direction = adam_direction(g, state["exp_avg"], state["exp_avg_sq"], step=step, betas=BETAS, eps=EPS)
+    torch.testing.assert_close(direction, (forward - backward) / (2 * h), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiny_and_missing_gradients_give_a_finite_direction_of_adam(dtype: torch.dtype) -> None:
+    g = torch.tensor([0.0, 1e-30, 1e-20, -1e-12, 1e-4], dtype=dtype)
+    zero = torch.zeros_like(g)
+    for v in (zero, torch.full_like(g, 1e-38)):
+        direction = adam_direction(g, zero, v, step=3, betas=BETAS, eps=EPS)
+        assert torch.isfinite(direction).all() and direction[0] == 0
