@@ -20,8 +20,7 @@ Normalization = Literal["sequence", "token"]
 class GlobalCounts:
     """Counts over the batch of one optimizer step: all ranks and micro-batches."""
 
-    num_sequences_global: int
-    """Sequences with at least one supervised token."""
+    num_sequences_global: int  # sequences with at least one supervised token
     num_supervised_tokens_global: int
 
 

@@ -33,14 +33,10 @@ which changes by `tau^2 Var_q(s)` times that, to 3e-8 nats on sequences of 30,00
 class GibbsWeights:
     """Gibbs weights of the tokens, and each sequence's temperature and divergence."""
 
-    weights: Tensor
-    """`[N]`, sum to 1 over each sequence."""
-    temperature: Tensor
-    """`[num_sequences]`, `tau`, the factor that multiplies utilities."""
-    kl: Tensor
-    """`[num_sequences]`, `KL(q || b)` in nats; b is uniform unless a base measure was given."""
-    saturated: Tensor
-    """`[num_sequences]`, bool: the KL budget cannot be reached (see `gibbs_weights_for_budget`)."""
+    weights: Tensor  # `[N]`, sum to 1 over each sequence
+    temperature: Tensor  # `[num_sequences]`, `tau`, the factor that multiplies utilities
+    kl: Tensor  # `[num_sequences]`, `KL(q || b)` in nats; b is uniform unless a base measure was given
+    saturated: Tensor  # `[num_sequences]`, bool: the KL budget cannot be reached (see `gibbs_weights_for_budget`)
 
 
 def segment_sum(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
@@ -142,21 +138,16 @@ def gibbs_weights_for_budget(
 class Tokens:
     """The inputs of token weights. All tensors are on one device and without a graph."""
 
-    losses: Tensor
-    """`[N]`, nats."""
-    sequence_index: Tensor
-    """`[N]`, int64, the sequence of each token, in `[0, num_sequences)`."""
+    losses: Tensor  # `[N]`, nats
+    sequence_index: Tensor  # `[N]`, int64, the sequence of each token, in `[0, num_sequences)`
     num_sequences: int
-    utilities: Tensor | None = None
-    """`[N]`; for `vcore`."""
-    kept: Tensor | None = None
-    """`[N]`, bool, the tokens with nonzero weight, for `random`; None for all tokens."""
+    utilities: Tensor | None = None  # `[N]`; for `vcore`
+    kept: Tensor | None = None  # `[N]`, bool, the tokens with nonzero weight, for `random`; None for all tokens
     reference_log_probability: Tensor | None = None
     """`[num_sequences]`, log-probability of each sequence under the reference model in nats, for `iw_sft`."""
     statistics: Tensor | None = None
     """`[N]`, of each prediction, for `eaft` and `deft`: see `models.token_loss.PredictionStatistic`."""
-    loss_weights: Tensor | None = None
-    """`[N]`, 1 on average over a sequence, for `stored`."""
+    loss_weights: Tensor | None = None  # `[N]`, 1 on average over a sequence, for `stored`
 
     def num_tokens(self) -> Tensor:
         """`n_i`, `[num_sequences]`."""

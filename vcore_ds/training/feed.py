@@ -54,8 +54,7 @@ class Feed:
     probe_dataset: Dataset  # the pool that `probe_stream` draws from; `dataset` unless the recipe names another
     trusted_stream: RandomDraws | None
     """Draws the part of each main batch that comes from `probe_dataset`; None for none."""
-    main_dataset: Dataset | JoinedDataset
-    """The training data, followed by the pool where main batches draw from it."""
+    main_dataset: Dataset | JoinedDataset  # the training data, followed by the pool where main batches draw from it
     pad_token_id: int
     probe_every: int  # optimizer steps that share one probe batch
 

@@ -48,8 +48,7 @@ class Throughput:
 
     shape: ModelShape  # of the unsharded model
     passes: StepPasses | None  # the passes that a step needs; None for a model of unknown sizes
-    peak_flops: float | None
-    """Dense bf16 FLOP/s of all ranks together; None if a device's is unknown, as on CPUs."""
+    peak_flops: float | None  # dense bf16 FLOP/s of all ranks together; None if a device's is unknown, as on CPUs
 
     def compute_rates(
         self, main_lengths: Sequence[int], probe_lengths: Sequence[int], seconds: float

@@ -35,10 +35,8 @@ class SequenceTokens:
     share: float
     """`w_i`, the sequence's share in the global batch's loss, including its factor if `method.scope` is
     sequence_and_batch; 1 for a followed trace, as the next two."""
-    uniform_share: float
-    """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
-    alpha: float
-    """Factor of the sequence's loss, the same for all sequences if alpha belongs to the global batch."""
+    uniform_share: float  # the share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`
+    alpha: float  # factor of the sequence's loss, the same for all sequences if alpha belongs to the global batch
     positions: np.ndarray = field(kw_only=True)  # int32 [n], of the token in its sequence, from 0
     token_ids: np.ndarray = field(kw_only=True)  # int32 [n]
     losses: np.ndarray = field(kw_only=True)  # fp32 [n], nats

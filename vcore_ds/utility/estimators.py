@@ -59,8 +59,7 @@ class MainLosses:
 class MainForward:
     """The main forward passes of one step, which record the graph of the losses."""
 
-    run: Callable[[int], MainLosses]
-    """Runs micro-batch k. A collective."""
+    run: Callable[[int], MainLosses]  # runs micro-batch k. A collective.
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Measurements of the estimator other than utilities, by their names in metrics.jsonl; None where not measured."""
     precomputed: Sequence[tuple[Tensor, Tensor]] = ()
@@ -70,8 +69,7 @@ class MainForward:
 class Estimator(ABC):
     """Computes the losses and utilities of a step's micro-batches."""
 
-    direction: Direction | None
-    """The probe direction `v`; None for a method without utilities."""
+    direction: Direction | None  # the probe direction `v`; None for a method without utilities
     displacement: float | None = None
     """`epsilon * |v|` of the last search of a finite difference; None for other estimators."""
 
