@@ -15,7 +15,6 @@ from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
-    safe_set_local_grad,
 )
 from torch import Tensor
 
@@ -224,23 +223,6 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     return result
 
 
-def check_scaled_update(offload: str) -> bool:
-    """Whether a step after `scale_gradient` is, to rounding, the step after DeepSpeed's `safe_set_local_grad`."""
-    parameters = []
-    for one_by_one in (False, True):
-        engine = make_engine(False, False, offload, "adamw", False)
-        accumulate(engine, seed=0)
-        if one_by_one:
-            for _, parameter in engine.trainable:
-                safe_set_local_grad(parameter, safe_get_local_grad(parameter).view(-1) * 0.7)
-        else:
-            engine.shards.scale_gradient(0.7)
-        engine.step(1e-2)
-        parameters.append(torch.cat([master.clone() for master in engine.shards.masters()]))
-        engine.close()
-    return torch.allclose(*parameters, rtol=1e-6, atol=1e-7)
-
-
 def check_all() -> dict[tuple, dict[str, Any]]:
     return {case: check_case(*case) for case in CASES}
 
@@ -279,11 +261,6 @@ def test_padding_is_zero(checked, case) -> None:
     # Adapters of rank 4 have a multiple of 4 elements, which any of these numbers of ranks divides.
     assert (num_padding > 0) == (len(measured) > 1 and not case[0])
     assert not any(number for result in measured for number in result["padding_nonzero"])
-
-
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_a_scaled_gradient_is_clipped_and_applied_as_by_deepspeed(offload: str) -> None:
-    assert run_ranks(check_scaled_update, 2, offload) == [True, True]
 
 
 def test_chunks_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,18 +65,15 @@ class RankResult:
     """Printed by `fail_to_write_records`."""
 
 
+def make_sequence(i: int, num_tokens: int) -> SequenceTokens:
+    numbers, places = np.zeros(num_tokens, dtype=np.float32), np.arange(num_tokens, dtype=np.int32)
+    return SequenceTokens(i, 0.1, 0.1, 1.0, positions=places, token_ids=places, losses=numbers, weights=numbers)
+
+
 def choose_sequences(size: int) -> list[list[tuple[int, int]]]:
     """Gather records of at most 30 of 70 tokens; returns ids and numbers of tokens of their sequences."""
     group, num_groups = layout.rank("data", size), layout.size("data", size)
-    sequences = []
-    for i in [*range(10), 4, 9][group::num_groups]:  # two of them twice
-        n = 1 + i
-        numbers, places = np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.int32)
-        sequences.append(
-            SequenceTokens(
-                i, 0.1, 0.1, 1.0, positions=places, token_ids=places, losses=numbers, utilities=None, weights=numbers
-            )
-        )
+    sequences = [make_sequence(i, 1 + i) for i in [*range(10), 4, 9][group::num_groups]]  # two of them twice
     steps = []
     for step in range(5):
         with patch.object(step_metrics, "MOST_TOKENS", 30):
@@ -89,20 +86,7 @@ def choose_sequences(size: int) -> list[list[tuple[int, int]]]:
 def fail_to_write_records(folder: Path) -> list[str]:
     """Write records to a path that is a file; returns the lines that this rank prints. No rank raises an error."""
     lines: list[str] = []
-    numbers, places = np.zeros(3, dtype=np.float32), np.arange(3, dtype=np.int32)
-    sequences = [
-        SequenceTokens(
-            layout.rank("shards"),
-            0.1,
-            0.1,
-            1.0,
-            positions=places,
-            token_ids=places,
-            losses=numbers,
-            utilities=None,
-            weights=numbers,
-        )
-    ]
+    sequences = [make_sequence(layout.rank("shards"), 3)]
     a_file = folder / "train.jsonl"
     followed = gather_followed(5, {layout.rank("shards"): sequences[0]}, layout.size("shards"))
     with patch.object(console, "say", lines.append):
@@ -118,10 +102,7 @@ def run_on_one_rank(folder: Path) -> RankResult:
 
 def run_on_two_ranks(folder: Path) -> RankResult:
     resumed_runs.run_until(make_recipe(folder, "resumed", (2, 2)), STOP)
-    return RankResult(
-        [choose_sequences(size) for size in (1, 2)],
-        fail_to_write_records(folder),
-    )
+    return RankResult([choose_sequences(size) for size in (1, 2)], fail_to_write_records(folder))
 
 
 def run_on_four_ranks(folder: Path) -> RankResult:
@@ -130,10 +111,7 @@ def run_on_four_ranks(folder: Path) -> RankResult:
     # A pack of a rank holds a quarter of the longest sequence.
     resumed_runs.run_to_end(make_recipe(folder, "short_packs", ("auto", "auto"), pack_tokens=32))
     resumed_runs.run_to_end(make_recipe(folder, "resumed", (4, 4)))
-    return RankResult(
-        [choose_sequences(size) for size in (1, 2, 4)],
-        fail_to_write_records(folder),
-    )
+    return RankResult([choose_sequences(size) for size in (1, 2, 4)], fail_to_write_records(folder))
 
 
 @dataclass(frozen=True)

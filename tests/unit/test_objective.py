@@ -96,17 +96,6 @@ def test_the_variance_alpha_without_variance_is_one() -> None:
     assert float(variance_alpha(*utility_variances(equal), cap=None)) == 1.0  # not a ratio of two roundings
 
 
-def test_the_variance_alpha_of_one_hot_weights_is_the_inverse_root_of_the_length() -> None:
-    """Uncorrelated utilities of constant variance: alpha is near 1 / sqrt(n) where one token has all weight."""
-    n, num_sequences = 64, 4000
-    generator = torch.Generator().manual_seed(0)
-    utilities = torch.randn(n * num_sequences, generator=generator)
-    index = make_index([n] * num_sequences)
-    one_hot = (torch.arange(n * num_sequences) % n == 0).float()
-    v_u, v_q = utility_variances(utility_moments(utilities, one_hot, index, num_sequences))
-    assert float(variance_alpha(v_u, v_q, cap=None)) == pytest.approx(1 / math.sqrt(n), rel=0.05)
-
-
 def test_the_effective_sample_size_alpha_by_hand() -> None:
     weights = torch.tensor([0.25] * 4 + [1.0, 0, 0, 0] + [0.75, 0.25])
     alpha = effective_sample_size_alpha(weights, make_index([4, 4, 2, 0]), 4, cap=None)

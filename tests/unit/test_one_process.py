@@ -5,6 +5,7 @@ import io
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -197,59 +198,77 @@ def test_weights_have_the_budget_and_the_order_of_utilities() -> None:
 
 
 BATCH = make_batches()[0]
+NAN = {"lm_head.weight": torch.full((128, 32), math.nan)}
+ZEROS = torch.zeros(1, 2)
+
+
+def find_utilities(direction: dict[str, Tensor]) -> None:
+    vcore_ds.token_utilities(make_model("full"), BATCH, direction)
+
+
+def make_prompted(prompts: type) -> Model:
+    return get_peft_model(tiny.qwen3(), prompts(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def make_bidirectional() -> Model:
+    model = tiny.qwen3(is_causal=False)
+    model.get_output_embeddings().weight.data.mul_(20)  # logits as large as trained ones
+    return model
+
+
+def make_partial() -> Model:
+    """Its second layer drops tangents."""
+    model = tiny.qwen3()
+    model.model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
+    return model
+
+
+def find_direction(model: nn.Module, *batches: dict[str, Tensor]) -> None:
+    vcore_ds.probe_direction(model, batches or [BATCH])
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("call", "message"),
     [
-        ({"input_ids": BATCH["input_ids"]}, "batch: found no labels"),
-        ({**BATCH, "labels": BATCH["labels"][:, 1:]}, "batch: found input_ids and labels of shapes"),
-        ({**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}, "batch: found no supervised token"),
-        ({**BATCH, "attention_mask": (torch.arange(24) > 2).long().expand(3, 24)}, "batch: found an attention_mask"),
-        ({**BATCH, "position_ids": (torch.arange(24) % 12).expand(3, 24)}, "batch: found position_ids"),
+        (lambda: find_direction(make_model("full"), {"input_ids": BATCH["input_ids"]}), "batch: found no labels"),
+        (
+            lambda: find_direction(make_model("full"), {**BATCH, "labels": BATCH["labels"][:, 1:]}),
+            "batch: found input_ids and labels of shapes",
+        ),
+        (
+            lambda: find_direction(make_model("full"), {**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}),
+            "batch: found no supervised token",
+        ),
+        (
+            lambda: find_direction(
+                make_model("full"), BATCH | {"attention_mask": (torch.arange(24) > 2).expand(3, 24)}
+            ),
+            "batch: found an attention_mask",
+        ),
+        (
+            lambda: find_direction(make_model("full"), BATCH | {"position_ids": (torch.arange(24) % 12).expand(3, 24)}),
+            "batch: found position_ids",
+        ),
+        (lambda: vcore_ds.probe_direction(make_model("full"), []), "batches: found none"),
+        (lambda: find_direction(nn.Linear(2, 2)), "model: found a Linear"),
+        (lambda: find_utilities({"head.weight": torch.zeros(1)}), "direction: found head.weight"),
+        (lambda: find_utilities({"lm_head.weight": torch.zeros(1)}), r"direction: found lm_head.weight of shape \[1\]"),
+        (lambda: find_utilities(NAN), "inf or NaN"),
+        (lambda: vcore_ds.gibbs_weights(ZEROS, ZEROS), "kl_budget, temperature: found both or none"),
+        (lambda: vcore_ds.gibbs_weights(ZEROS, ZEROS, kl_budget=-1), "kl_budget: found -1"),
+        (lambda: vcore_ds.gibbs_weights(ZEROS * math.nan, ZEROS, kl_budget=0.1), "utilities: found inf or NaN"),
+        (lambda: vcore_ds.gibbs_weights(ZEROS, torch.zeros(1, 3), kl_budget=0.1), r"shapes \[1, 2\] and \[1, 3\]"),
+        (lambda: find_direction(make_prompted(PromptTuningConfig)), r"model: found PROMPT_TUNING.* virtual tokens"),
+        (lambda: find_direction(make_prompted(PrefixTuningConfig)), r"model: found PREFIX_TUNING.* virtual tokens"),
+        (lambda: find_direction(make_bidirectional()), "model: found a Qwen3ForCausalLM, whose own forward"),
+        (lambda: vcore_ds.token_utilities(make_bidirectional(), BATCH, {}), "whose own forward"),
+        (lambda: find_direction(make_partial()), "forward and reverse mode have different derivatives"),
+        (lambda: find_direction(make_model("full").requires_grad_(False)), "found no parameter that requires"),
     ],
 )
-def test_a_batch_that_cannot_be_read_is_refused(batch: dict[str, Tensor], message: str) -> None:
+def test_a_mistake_has_one_message(call: Callable[[], object], message: str) -> None:
     with pytest.raises(vcore_ds.UserError, match=message):
-        vcore_ds.probe_direction(make_model("full"), [batch])
-
-
-def test_other_mistakes_have_one_message() -> None:
-    model, batches = make_model("full"), make_batches()
-    with pytest.raises(vcore_ds.UserError, match="batches: found none"):
-        vcore_ds.probe_direction(model, [])
-    with pytest.raises(vcore_ds.UserError, match="model: found a Linear"):
-        vcore_ds.probe_direction(nn.Linear(2, 2), batches)
-    with pytest.raises(vcore_ds.UserError, match="direction: found head.weight"):
-        vcore_ds.token_utilities(model, batches[0], {"head.weight": torch.zeros(1)})
-    with pytest.raises(vcore_ds.UserError, match=r"direction: found lm_head.weight of shape \[1\]"):
-        vcore_ds.token_utilities(model, batches[0], {"lm_head.weight": torch.zeros(1)})
-    with pytest.raises(vcore_ds.UserError, match="inf or NaN"):
-        vcore_ds.token_utilities(model, batches[0], {"lm_head.weight": torch.full((128, 32), math.nan)})
-    with pytest.raises(vcore_ds.UserError, match="kl_budget, temperature: found both or none"):
-        vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 2))
-    with pytest.raises(vcore_ds.UserError, match=r"kl_budget: found -1"):
-        vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 2), kl_budget=-1)
-    with pytest.raises(vcore_ds.UserError, match="utilities: found inf or NaN"):
-        vcore_ds.gibbs_weights(torch.full((1, 2), math.nan), torch.zeros(1, 2), kl_budget=0.1)
-    with pytest.raises(vcore_ds.UserError, match=r"found shapes \[1, 2\] and \[1, 3\]"):
-        vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 3), kl_budget=0.1)
-    for prompts in (PromptTuningConfig, PrefixTuningConfig):
-        prompted = get_peft_model(tiny.qwen3(), prompts(task_type="CAUSAL_LM", num_virtual_tokens=2))
-        with pytest.raises(vcore_ds.UserError, match=r"model: found P\w+_TUNING.* virtual tokens"):
-            vcore_ds.probe_direction(prompted, batches)
-    bidirectional = tiny.qwen3(is_causal=False)
-    bidirectional.get_output_embeddings().weight.data.mul_(20)  # logits as large as trained ones
-    for call in (lambda: vcore_ds.probe_direction(bidirectional, batches),
-                 lambda: vcore_ds.token_utilities(bidirectional, batches[0], {})):  # fmt: skip
-        with pytest.raises(vcore_ds.UserError, match="model: found a Qwen3ForCausalLM, whose own forward"):
-            call()
-    partial = tiny.qwen3()
-    partial.model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
-    with pytest.raises(vcore_ds.UserError, match="forward and reverse mode have different derivatives"):
-        vcore_ds.probe_direction(partial, batches)
-    with pytest.raises(vcore_ds.UserError, match="model: found no parameter that requires a gradient"):
-        vcore_ds.probe_direction(model.requires_grad_(False), batches)
+        call()
 
 
 def test_every_public_name_exists_and_train_fails_twice_alike() -> None:

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_modules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from vcore_ds.common.errors import RunFailed, UserError, first_line
@@ -69,14 +69,11 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
     hidden = find_hidden_matrices(model, model.layers) if config.name == "muon" else []
     hidden_ids = {id(parameter) for parameter in hidden}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden_ids]
-    parts = [(hidden, 0.0), (rest, 0.0)]  # fewer groups without weight decay, so fewer flat shards
-    if config.weight_decay != 0.0:
-        matrices = [parameter for parameter in rest if len(unsharded_shape(parameter)) >= 2]
-        vectors = [parameter for parameter in rest if len(unsharded_shape(parameter)) < 2]
-        parts = [(hidden, config.weight_decay), (matrices, config.weight_decay), (vectors, 0.0)]
-    groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay} for parameters, decay in parts if parameters
-    ]
+    decay, parts = config.weight_decay, [(hidden, 0.0), (rest, 0.0)]  # fewer groups and flat shards without decay
+    if decay != 0.0:
+        matrices, vectors = [p for p in rest if is_matrix(p)], [p for p in rest if not is_matrix(p)]
+        parts = [(hidden, decay), (matrices, decay), (vectors, 0.0)]
+    groups: list[dict[str, Any]] = [{"params": params, "weight_decay": value} for params, value in parts if params]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
     if config.name == "muon":
@@ -84,6 +81,10 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
             group |= {"muon": group["params"] is hidden, "momentum": config.momentum}
         return Muon(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    return len(unsharded_shape(parameter)) >= 2
 
 
 def initialize_moments(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
@@ -258,9 +259,8 @@ class Engine:
                 raise
             raise UserError(
                 "model.gradient_checkpointing: found a layer whose recomputation routed another number of tokens to "
-                "its experts than its forward; expected the same number. This can happen where router scores are "
-                "almost equal and the device does not round deterministically. Set model.gradient_checkpointing=false "
-                f"or parallel.expert=1 and resume the run. PyTorch says: {first_line(error)}"
+                "its experts than its forward, since router scores are almost equal; expected the same number. Set it "
+                f"to false, or parallel.expert to 1, and resume the run. PyTorch says: {first_line(error)}"
             ) from error
         if self.coalesces and self._num_backwards_left > 0:
             self._gradient_sum.add()
