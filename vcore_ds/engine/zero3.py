@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_modules
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from vcore_ds.common.errors import RunFailed, UserError, first_line
@@ -71,7 +71,8 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden_ids]
     decay, parts = config.weight_decay, [(hidden, 0.0), (rest, 0.0)]  # fewer groups and flat shards without decay
     if decay != 0.0:
-        matrices, vectors = [p for p in rest if is_matrix(p)], [p for p in rest if not is_matrix(p)]
+        matrices = [p for p in rest if len(unsharded_shape(p)) >= 2]
+        vectors = [p for p in rest if len(unsharded_shape(p)) < 2]
         parts = [(hidden, decay), (matrices, decay), (vectors, 0.0)]
     groups: list[dict[str, Any]] = [{"params": params, "weight_decay": value} for params, value in parts if params]
     if config.name == "sgd":
@@ -81,10 +82,6 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
             group |= {"muon": group["params"] is hidden, "momentum": config.momentum}
         return Muon(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
-
-
-def is_matrix(parameter: nn.Parameter) -> bool:
-    return len(unsharded_shape(parameter)) >= 2
 
 
 def initialize_moments(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
