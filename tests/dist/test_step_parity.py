@@ -87,20 +87,21 @@ SETTINGS = {
 }
 
 
-def make_method_case(number: int, lora: bool) -> Case:
+def make_method_case(number: int, lora: bool, num_micro_batches: int = 2) -> Case:
     """A case of a method that follows traces. The second step has iw-SFT's ratio no longer at 1, and a state of Adam;
     both normalizations alternate, so that each meets every method and adapters."""
     method = METHODS[number]
     files = {"iw_sft": {} if lora else {"reference_log_probabilities": "none"}, "stored": {"token_weights": "none"}}
     sections = {
-        "method": {"name": method, "normalization": ("token", "sequence")[(number + lora) % 2]}
+        "method": {"name": method, "normalization": ("token", "sequence")[(number + lora + num_micro_batches) % 2]}
         | SETTINGS.get(method, {}),
         "probe": {"direction": "adam"},
         "data": {"train_path": "none", **files.get(method, {})},
         # With 1e-8, an entry whose gradient is about as small moves by its rounding.
         "optimizer": {"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-6},
     }
-    return Case(lora=lora, follows=True, sections=sections | ({"lora": {"rank": 4, "alpha": 8}} if lora else {}))
+    sections |= {"lora": {"rank": 4, "alpha": 8}} if lora else {}
+    return Case(lora=lora, follows=True, num_main=4 * num_micro_batches, sections=sections)
 
 
 METHOD_CASES = {
@@ -111,7 +112,8 @@ METHOD_CASES = {
 }
 WITH_ADAPTERS = ("vcore", "asft", "iw_sft")
 """Methods whose steps treat adapters in a special way: with adapters on two ranks too, the others on one alone."""
-CASES |= {name: case for name, case in METHOD_CASES.items() if not case.lora or name.split(",")[0] in WITH_ADAPTERS}
+CASES |= {name: case for name, case in METHOD_CASES.items() if not case.lora}
+CASES |= {f"{method}, lora": make_method_case(METHODS.index(method), True, 1) for method in WITH_ADAPTERS}
 
 
 def run_all_cases() -> dict[str, dict[str, float]]:

@@ -267,7 +267,11 @@ class Direction:
             if ranks.size > 1:
                 # Concatenated: with weight decay, matrices and vectors of a layer are in different sub-groups.
                 shards = [self.shard(parameter) for parameter in group]
-                pending = layout.start_all_gather(ranks.axis, shards[0] if len(shards) == 1 else torch.cat(shards))
+                shard = shards[0] if len(shards) == 1 else torch.cat(shards)
+                if with_experts:
+                    pending = layout.start_all_gather("expert_shards", shard)
+                else:
+                    pending = layout.start_all_gather("shards", shard)
             gathers.append(ShardGroupGather(group, pending))
         return gathers
 

@@ -151,7 +151,6 @@ class _TangentGatherer:
     def __init__(self, direction: Direction, precision: torch.dtype | None, *, with_graph: bool):
         """`precision`, `with_graph`: see `dual_parameters`."""
         self._direction, self._precision, self._with_graph = direction, precision, with_graph
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced_modules: list[nn.Module] = []
         self._replaced_forwards: list[nn.Module] = []
         self._dual_parameters: set[int] = set()
@@ -159,9 +158,9 @@ class _TangentGatherer:
         self._in_flight: dict[int, list[ShardGroupGather]] = {}
 
     def attach(self, engine: Engine) -> None:
-        """Register all hooks. ZeRO-3's hooks, which all-gather parameters, are registered earlier and run first."""
-        groups = self._direction.groups
-        if self._direction.rank is not None:
+        """Replace the forwards of all units, and of the modules that take low-rank tangents as factors."""
+        groups, is_low_rank = self._direction.groups, self._direction.rank is not None
+        if is_low_rank:
             self._gathered = self._direction.low_rank_tangents()
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         group_of_module = {id(module): number for number, (module, _) in enumerate(groups)}
@@ -178,17 +177,12 @@ class _TangentGatherer:
                 continue
             # Tied weights are in the group of their first user; the others gather that group again.
             needed = sorted({group_of[id(p)] for m in readers for p in m.parameters(False) if id(p) in group_of})
-            for number in needed if self._direction.rank is None else []:
-                is_unit_group = number == group_of_module.get(id(unit))
-                prefetch = number + 1 if is_unit_group and number + 1 < len(groups) else None
-                self._handles.append(unit.register_forward_pre_hook(partial(self._gather, number, prefetch)))
             self._replaced_modules += readers
-            # Not in a pre-hook: autograd runs nodes in reverse order of creation, and ZeRO-3 reduces a layer's
-            # gradients at the node of its input, which is created after the pre-hooks. The node of a parameter made
-            # dual before would run too late, and zeros would be reduced.
-            self._replace_forward(unit, partial(self._run_with_duals, readers, unit.forward))
-            for number in needed if self._direction.rank is None else []:
-                self._handles.append(unit.register_forward_hook(partial(self._release, number)))
+            # Not in pre-hooks: autograd runs nodes in reverse order of creation, and ZeRO-3 reduces a layer's gradients
+            # at the node of its input, which is created after the pre-hooks. The node of a parameter made dual before
+            # would run too late, and zeros would be reduced.
+            run = partial(self._run_with_duals, [] if is_low_rank else needed, group_of_module.get(id(unit)), readers)
+            self._replace_forward(unit, partial(run, unit.forward))
 
     def check_all_dual(self, engine: Engine) -> None:
         """Raise UserError if a parameter with a nonzero direction was never made dual: utilities would silently lack
@@ -203,8 +197,6 @@ class _TangentGatherer:
             )
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
         for module in self._replaced_modules:  # the forward may have raised
             self._restore(module)
         for module in self._replaced_forwards:
@@ -214,30 +206,31 @@ class _TangentGatherer:
                 pending.wait()  # or it would overlap the next collective; every rank has started it, so it ends
         self._in_flight, self._gathered = {}, {}
 
-    def _gather(self, number: int, prefetch: int | None, *_: object) -> None:
-        is_prefetched = number in self._in_flight
-        gathers = self._in_flight.pop(number) if is_prefetched else self._direction.start_gather(number)
-        self._gathered.update(self._direction.finish_gather(gathers))
-        if prefetch is not None and prefetch not in self._in_flight:
-            self._in_flight[prefetch] = self._direction.start_gather(prefetch)
-
-    def _release(self, number: int, *_: object) -> None:
-        for parameter in self._direction.groups[number][1]:
-            self._gathered.pop(id(parameter), None)
-
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         if "forward" not in module.__dict__:
             self._replaced_forwards.append(module)
         module.forward = forward
 
     def _run_with_duals(
-        self, readers: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, needed: Sequence[int], own: int | None, readers: Sequence[nn.Module], forward: Callable[..., Any],
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run a unit. `needed`: the groups of tangents that it reads; `own`: the one that it owns, after which the next
+        one is prefetched."""
+        direction = self._direction
+        for number in needed:
+            is_prefetched, following = number in self._in_flight, number + 1
+            gathers = self._in_flight.pop(number) if is_prefetched else direction.start_gather(number)
+            self._gathered.update(direction.finish_gather(gathers))
+            if number == own and following < len(direction.groups) and following not in self._in_flight:
+                self._in_flight[following] = direction.start_gather(following)
         for module in readers:
             self._make_dual(module)
         result = forward(*args, **kwargs)
         for module in readers:
             self._restore(module)
+        for parameter in chain.from_iterable(direction.groups[number][1] for number in needed):
+            self._gathered.pop(id(parameter), None)
         return result
 
     def _make_dual(self, module: nn.Module) -> None:
