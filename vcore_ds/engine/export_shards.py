@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import deepspeed
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import StateDictSplit
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -65,8 +64,8 @@ def save_hugging_face(
             model, weights = None, describe_weights(model_path, engine.trainable[0][1].dtype)
             gathered = partial(gather_parallel_weights, engine.module, weights=weights)
         if isinstance(model, PeftModel):
-            keepers = {name: {0} for name, parameter in model.named_parameters() if parameter.requires_grad}
-            adapter = {name: tensor for name, tensor in gathered(keepers) if tensor is not None}
+            trained = {name: {0} for name, parameter in model.named_parameters() if parameter.requires_grad}
+            adapter = {name: tensor for name, tensor in gathered(trained) if tensor is not None}
             run_on_all_ranks(
                 unfinished,
                 lambda: model_folder.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None,
@@ -76,10 +75,11 @@ def save_hugging_face(
         split = model_folder.plan_files(stored.stored, max_file_bytes)
         num_bytes = split.metadata["total_size"]
         run_on_all_ranks(unfinished, lambda: model_folder.begin(folder, num_bytes) if is_first else None)
-        owner = _assign_files(split)
-        for file, tensors in model_folder.collect_files(
-            split, _stream_stored(stored, gathered(_find_keepers(stored, owner)), owner)
-        ):
+        files = {file: i % layout.size("job") for i, file in enumerate(sorted(split.filename_to_tensors))}
+        owner = {name: files[file] for name, file in split.tensor_to_filename.items()}  # the rank that writes a tensor
+        # By name in memory: the experts of a layer may be in two files.
+        keepers = {name: {owner[key] for key in group.stored} for group in stored.groups for name in group.names}
+        for file, tensors in model_folder.collect_files(split, _stream_stored(stored, gathered(keepers), owner)):
             expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
             # All ranks wait for the writer: if it fails, all raise instead of hanging in the next all-gather.
@@ -117,17 +117,6 @@ def _describe_weights(engine: Engine) -> dict[str, Tensor]:
 def _persistent_buffers(engine: Engine) -> dict[str, Tensor]:
     stored = engine.module.state_dict().keys()
     return {name.removeprefix(PREFIX): buffer for name, buffer in engine.module.named_buffers() if name in stored}
-
-
-def _assign_files(split: StateDictSplit) -> dict[str, int]:
-    """Tensor name -> the rank that writes its file."""
-    owners = {file: i % layout.size("job") for i, file in enumerate(sorted(split.filename_to_tensors))}
-    return {name: owners[file] for name, file in split.tensor_to_filename.items()}
-
-
-def _find_keepers(stored: FolderWeights, owner: Mapping[str, int]) -> dict[str, set[int]]:
-    """Name in memory -> the ranks that write some of it: the experts of a layer may be in two files."""
-    return {name: {owner[key] for key in group.stored} for group in stored.groups for name in group.names}
 
 
 def _stream_stored(

@@ -5,9 +5,8 @@ CUDA stream, thousands of times per step for a large model. The flat tensors hol
 moments at once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -152,8 +151,9 @@ class FlatShards:
         self._numels: list[int] = zero.fp16_partitioned_groups_flat_numel
         self._positions = {}
         for parameter in trainable:
-            position = zero.grad_position[zero.get_param_id(parameter)]
-            self._positions[id(parameter)] = ShardPosition(*position, unpadded_shard(parameter).numel())
+            sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
+            numel = unpadded_shard(parameter).numel()
+            self._positions[id(parameter)] = ShardPosition(sub_group, offset, shard_numel, numel)
         self._replicated: list[nn.Parameter] = []
         self._counted_spans: list[tuple[int, slice]] | None = None
         if layout.size("tensor") > 1:
@@ -307,15 +307,6 @@ def unsharded_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class _View:
-    """A reference to a view of a gathered parameter, for a graph that does not keep its memory."""
-
-    parameter: nn.Parameter
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
 class SavedParameters:
     """Keeps gathered parameters out of graphs; ZeRO-3 gathers them again before a module's backward. Autograd saves a
     view of the weight of a matrix multiplication, and with it the gathered layer: without activation checkpointing
@@ -342,7 +333,7 @@ class SavedParameters:
         for parameter in module.parameters(recurse=False):
             self._by_address[parameter.data_ptr()] = parameter
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         address = tensor.data_ptr()
         parameter = self._by_address.get(address)
         # Checked, since the parameter may have been released, and an activation may be at its address now.
@@ -350,9 +341,9 @@ class SavedParameters:
             return tensor
         if tensor.dtype != parameter.dtype or tensor.numel() == 0:
             return tensor
-        return _View(parameter, tensor.size(), tensor.stride())
+        size, stride = tensor.size(), tensor.stride()
+        return lambda: parameter.data.as_strided(size, stride)
 
-    def _unpack(self, saved: Tensor | _View) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        return saved.parameter.data.as_strided(saved.size, saved.stride)
+    @staticmethod
+    def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved()

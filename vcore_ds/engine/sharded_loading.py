@@ -73,7 +73,11 @@ def load_sharded(
             )
         model.eval()
         model.tie_weights(missing_keys=set(weights.missing), recompute_mapping=False)
-        _initialize_buffers(model)
+        # Compute the buffers that files do not hold (rotary frequencies), as `from_pretrained` does after loading:
+        # while zero.Init replaces torch's constructors, they may have been rounded to bf16.
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = True
+        model.initialize_weights()
     read_shards(path, _list_reads(model, weights), say)
     return prepare_for_training(model, gradient_checkpointing)
 
@@ -142,14 +146,6 @@ def without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
         yield
     finally:
         del init._zero_init_param
-
-
-def _initialize_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that files do not hold (rotary frequencies), as `from_pretrained` does after loading: while
-    zero.Init replaces torch's constructors, they may have been rounded to bf16."""
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True
-    model.initialize_weights()
 
 
 def read_shards(path: str, reads: list[ReadRequest], say: Callable[[str], None]) -> None:

@@ -78,11 +78,9 @@ class Direction:
         self._low_rank_seed = 0
         self._keeps_shards = rank is None or buffers is not None
         self._tangents: dict[int, Tensor | LowRank] | None = None
+        self.buffers: list[Tensor] = buffers or (self._make_zero_buffers() if rank is None else [])
         if rank is not None and buffers is None:
-            self.buffers: list[Tensor] = []
             self._tangents = self._make_zero_tangents(rank)
-        else:
-            self.buffers = self._make_zero_buffers() if buffers is None else buffers
 
     def compute(
         self,
