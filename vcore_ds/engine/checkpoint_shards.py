@@ -1,20 +1,11 @@
 """Checkpoints of the engine's shards through torch.distributed.checkpoint, readable at any world size.
 
 Every tensor is stored as one flat tensor, without ZeRO-3's padding. ZeRO-3 gives each rank `ceil(numel / ranks)`
-elements, like `torch.chunk` and so `Shard(0)`. Hence the ranks' shards are the shards of a `DTensor`, and reading them
-at another world size needs no conversion. The `DTensor`s are views of the optimizer's tensors on their device (the CPU
-if offloaded).
-
-With expert parallelism the stored tensor still holds all experts: a block of experts is contiguous in it, and its
-shards are adjacent, so a checkpoint can be read at another expert-parallel size.
-
-Low-rank factors of a direction are the same on all ranks that shard their parameter: they are `Replicate()`, and one
-rank writes each.
-
-With tensor parallelism each rank of the group stores separate tensors, with its rank in their names
+elements, like `torch.chunk` and so `Shard(0)`. Hence the ranks' shards are the shards of a `DTensor`, a view of the
+optimizer's tensors, and reading them at another world size needs no conversion, nor at another expert-parallel size:
+the stored tensor holds all experts, in which a block of experts is contiguous. Low-rank factors of a direction are
+`Replicate()`, and one rank writes each. With tensor parallelism each rank of the group stores separate tensors
 (`checkpoint_name`), which can only be read at the same tensor-parallel size.
-
-A `Stager` copies the shards to host memory first, so that they can be written while the next steps change the state.
 """
 
 import platform

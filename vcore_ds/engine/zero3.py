@@ -98,15 +98,10 @@ def initialize_moments(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
 
 
 class Engine:
-    """A model under ZeRO-3: per-token losses, backward, local shards, optimizer step.
-
-    Attributes:
-        module: the wrapped model.
-        trainable: names and trained parameters, in the model's order, the same on all ranks.
-        shards: this rank's shards of the trained parameters, their gradient and the optimizer's state.
-        matrices: the matrices that Muon updates, by sub-group of the shards; empty with other optimizers.
-        coalesces: whether gradients are reduced once per step.
-    """
+    """A model (`module`) under ZeRO-3: per-token losses, backward, optimizer step. `trainable`: names and trained
+    parameters, in the model's order, the same on all ranks. `shards`: this rank's shards of these, their gradient and
+    the optimizer's state. `matrices`: the matrices that Muon updates, by sub-group of the shards; empty with other
+    optimizers. `coalesces`: whether gradients are reduced once per step."""
 
     def __init__(
         self,

@@ -2,9 +2,7 @@
 
 `q[i,t] = exp(tau * s[i,t]) / sum_j exp(tau * s[i,j])` within each sequence i (paper, Section "Optimal Reweighting under
 SGD", Step 2): the weights that maximise the first-order decrease `sum_t q_t s_t` subject to `KL(q || u) <= delta`, u
-uniform.
-
-With a base measure b in place of u: `q[i,t] ~ b[i,t] * exp(tau * s[i,t])`, subject to `KL(q || b) <= delta`.
+uniform. With a base measure b in place of u: `q[i,t] ~ b[i,t] * exp(tau * s[i,t])`, subject to `KL(q || b) <= delta`.
 
 Sequences have different numbers of supervised tokens, so tensors are ragged: `utilities[N]` over the tokens of all
 sequences, and `sequence_index[N]`, the sequence of each token in `[0, num_sequences)`.

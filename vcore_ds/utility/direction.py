@@ -42,22 +42,17 @@ class Probe:
 
 
 class Direction:
-    """The probe direction `v`, as this rank's flat shards in the layout of the engine's shards, or as low-rank factors.
+    """The probe direction `v`, as this rank's flat shards in the layout of the engine's shards (`buffers`), or as
+    low-rank factors.
 
     One shard in the parameter dtype is all that VCORE keeps between the passes of a step. With a `rank` it keeps the
-    factors instead, the same on all ranks, and the shards exist only while `compute` runs.
+    factors `Q B` instead, by `rank_passes` passes of subspace iteration, the same on all ranks, and the shards exist
+    only while `compute` runs. `norm`: global 2-norm of `v`, for the steps between two probes too; None before the first
+    probe. `fp8_tangents`: whether JVP passes multiply the tangents of activations by weights in FP8.
 
-    A JVP pass along shards all-gathers one group at a time: the trained parameters of one decoder layer, or of one
-    module outside the layers. This takes one collective per layer (two with expert parallelism) instead of one per
-    weight.
-
-    Attributes:
-        buffers: the flat shards of `v`, see `FlatShards`; empty if factors are kept instead.
-        groups: the gather groups, each with the module that owns its parameters.
-        rank: rank of the approximations `Q B` used by JVP passes; None for the full-rank direction.
-        rank_passes: passes of subspace iteration that compute them.
-        fp8_tangents: whether JVP passes multiply the tangents of activations by weights in FP8.
-        norm: global 2-norm of `v`, for the steps between two probes too; None before the first probe.
+    A JVP pass along shards all-gathers one of the `groups` at a time: the trained parameters of one decoder layer, or
+    of one module outside the layers, with the module that owns them. This takes one collective per layer (two with
+    expert parallelism) instead of one per weight.
     """
 
     def __init__(
@@ -92,9 +87,8 @@ class Direction:
         loss_weights: Literal["uniform", "dft"] = "uniform",
         seed: int = 0,
     ) -> Probe:
-        """Compute `v` as the update direction of the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
-
-        Dropout is off. Parameters, optimizer state, schedule, step counters and gradient accumulation do not change.
+        """Compute `v` as the update direction of the probe batch `B'` (Algorithm 1, lines 2-3), without dropout. A
+        collective. Parameters, optimizer state, schedule, step counters and gradient accumulation do not change.
         `batches`: this rank's micro-batches of the probe, the same number on every rank, idle ranks included; `clip`:
         bound on the global norm of the probe gradient, None for no clipping; `loss_weights`: `uniform` over each
         sequence (the paper), or each token's probability (`dft`); `seed`: of the random sketch of a low-rank direction,

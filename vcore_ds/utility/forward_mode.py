@@ -1,10 +1,9 @@
 """Exact utilities by forward-mode differentiation of a model whose parameters and direction are ZeRO-3 shards.
 
 Every trained parameter becomes a dual tensor whose tangent is its all-gathered part of the probe direction. The tangent
-of a token's loss is its utility `s[i,t] = <v, grad l[i,t]>`, without a step size or perturbed parameters.
-
-The same pass can compute a reference in fp32 or fp64 without a second model: a layer's parameters are replaced while
-it runs, so they can be replaced by copies in higher precision, and activations have their dtype.
+of a token's loss is its utility `s[i,t] = <v, grad l[i,t]>`, without a step size or perturbed parameters. The same pass
+can compute a reference in fp32 or fp64 without a second model: a layer's parameters are replaced while it runs, so they
+can be replaced by copies in higher precision, and activations have their dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,13 +44,10 @@ if TYPE_CHECKING:  # megatron-core takes seconds
 
 @contextmanager
 def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
-    """A context for JVP passes: `compute_losses_and_utilities` differentiates along `direction`.
-
-    `precision`: dtype of the computation, None for that of the parameters. All parameters, frozen ones included, and
-    the direction are converted from the values in the shards, so the derivative is taken at the parameters of the
-    training forward, without its rounding. A layer's copies live while that layer runs. Hugging Face's norms always
-    compute in fp32, so fp64 has fp32 rounding there.
-    """
+    """A context for JVP passes: `compute_losses_and_utilities` differentiates along `direction`. `precision`: dtype of
+    the computation, None for that of the parameters. All parameters, frozen ones included, and the direction are
+    converted from the values in the shards, so the derivative is taken at the parameters of the training forward,
+    without its rounding. Hugging Face's norms always compute in fp32, so fp64 has fp32 rounding there."""
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
     without_casting = disable_input_dtype_casting(engine.module, active=precision is not None)
     with engine.without_gradient(), without_casting, dual_parameters(engine, direction, precision):
@@ -294,10 +290,9 @@ Layer = Callable[..., Any]
 
 def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
     """Compute `layer(x, *others)` with activation checkpointing: the forward carries tangents and saves only `x`, the
-    backward recomputes without tangents.
-
-    Replaces the function that Hugging Face's layers call for checkpointing. The forward builds no graph, so the layer's
-    tangents are freed when it ends. `x`: hidden states `[b, t, H]`, dual if the layers below have tangents.
+    backward recomputes without tangents. Replaces the function that Hugging Face's layers call for checkpointing. The
+    forward builds no graph, so the layer's tangents are freed when it ends. `x`: hidden states `[b, t, H]`, dual if the
+    layers below have tangents.
 
     Raises UserError if another argument requires a gradient, whose graph every layer's backward would run through
     again, or if the layer returns further activations (Zaya), whose gradient would be lost.

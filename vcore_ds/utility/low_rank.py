@@ -3,10 +3,8 @@
 The gradient of a few traces has nearly low rank. Each matrix `G` of the direction is approximated by `Q B`, with `Q`
 `[out, r]` orthonormal and `B = Q^T G`: the projection of `G` onto the range of `G Omega` for a random `Omega` (Halko,
 Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061, algorithm 4.1). A JVP pass then needs no all-gather of the
-direction, and `dW x = Q (B x)` takes `r / out + r / in` of the FLOPs of `dW x`.
-
-No rank ever holds an unsharded gradient: each rank multiplies the rows of its shard, and `G Omega` and `Q^T G` are
-summed over the ranks.
+direction, and `dW x = Q (B x)` takes `r / out + r / in` of the FLOPs of `dW x`. No rank ever holds an unsharded
+gradient: each rank multiplies the rows of its shard, and `G Omega` and `Q^T G` are summed over the ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,10 +22,8 @@ MAX_DEPARTURE = 1e-4
 
 
 def has_low_rank(parameter: PartitionedParameter, rank: int) -> bool:
-    """Whether the direction of a parameter is factorized: both dimensions of its matrices exceed the rank.
-
-    A parameter with more than two dimensions, such as grouped expert weights `[E, out, in]`, is a stack of matrices.
-    """
+    """Whether the direction of a parameter is factorized: both dimensions of its matrices exceed the rank. A parameter
+    with more than two dimensions, such as grouped expert weights `[E, out, in]`, is a stack of matrices."""
     shape = parameter.ds_shape
     return len(shape) >= 2 and min(shape[-2:]) > rank
 
@@ -73,11 +69,9 @@ def factorize(
 
 
 class _ShardRows:
-    """The rows of a parameter, a stack of `n` matrices `[out, in]`, that this rank's shard overlaps.
-
-    A shard may begin and end in the middle of a row. Elements of such rows on other ranks are 0 in `rows`, so that sums
-    over the ranks are right.
-    """
+    """The rows of a parameter, a stack of `n` matrices `[out, in]`, that this rank's shard overlaps. A shard may begin
+    and end in the middle of a row. Elements of such rows on other ranks are 0 in `rows`, so that sums over the ranks
+    are right."""
 
     def __init__(self, shards: FlatShards, vector: Sequence[Tensor], parameter: PartitionedParameter, shard_rank: int):
         *stack, self.num_rows, self.num_columns = parameter.ds_shape
