@@ -14,7 +14,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.exports import load_tensors
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
-from tests.helpers.token_records import assert_same_followed
+from tests.helpers.token_records import assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.fidelity.measure import measure_fidelity
@@ -230,7 +230,7 @@ def test_fidelity_equals_that_of_hugging_faces_layers(untrained, precision):
 
 
 def test_followed_traces_equal_those_of_hugging_faces_layers(runs):
-    steps = assert_same_followed(runs / "parallel", runs / "alone", num_traces=3, tolerance=2e-3)
+    steps = assert_same_records(runs / "parallel", runs / "alone", "followed", num_sequences=3, tolerance=2e-3)
     assert steps == [*range(1, NUM_STEPS + 1)]
 
 

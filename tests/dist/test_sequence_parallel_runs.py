@@ -13,7 +13,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
-from tests.helpers.token_records import assert_same_followed, assert_same_records
+from tests.helpers.token_records import assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
@@ -167,7 +167,9 @@ def test_token_records_on_shared_packs_equal_those_of_one_rank(folder: Path, nam
 
 @pytest.mark.parametrize("name", FOLLOWING[1:])
 def test_followed_traces_on_shared_packs_equal_those_of_one_rank(folder: Path, name: str) -> None:
-    assert assert_same_followed(folder / name, folder / "alone", num_traces=5) == [*range(1, NUM_STEPS + 1)]
+    assert assert_same_records(folder / name, folder / "alone", "followed", num_sequences=5) == [
+        *range(1, NUM_STEPS + 1)
+    ]
 
 
 def test_the_same_traces_are_followed_at_every_step_two_of_five_held_out(folder: Path) -> None:

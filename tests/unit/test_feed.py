@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.ranks import run_ranks
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.batches import Batch
 from vcore_ds.data.dataset import JoinedDataset
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
@@ -20,8 +20,6 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.feed import Feed, build_feed
 from vcore_ds.training.schedule import derive_schedule
-
-pytestmark = pytest.mark.dist
 
 NUM_TRAINING, NUM_TRUSTED, NUM_STEPS = 20, 5, 6
 
@@ -62,58 +60,36 @@ def make_feed(recipe: Recipe, num_ranks: int, probe_dataset: Sequences | None = 
     return build_feed(recipe.method, recipe.probe, plan, training, 0, seed=seed, probe_dataset=probe_dataset)
 
 
-def list_ids(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
-    """Sequence ids in this rank's main and probe batch, and the tokens of the probe, for each step."""
-    recipe = step_runs.make_recipe(
-        batch={"global_size": 4},
-        probe={"batch_size": 2, "every": probe_every},
-        method={"kl_budget": 0.1},
-        model={"path": write_config(), "precision": "fp32"},
-    )
-    feed = make_feed(recipe, layout.size("shards"), make_dataset(NUM_TRUSTED, token=7) if trusted else None)
-    steps = []
-    for k in range(NUM_STEPS):
-        batches = feed.step(k)
-        tokens = {int(t) for batch in batches.probe for t in batch.input_ids.unique()} - {0}
-        main, probe = ([i for batch in part for i in batch.sequence_ids] for part in (batches.main, batches.probe))
-        steps.append((main, probe, tokens))
-    return steps
+@pytest.fixture
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
 
 
-def list_ids_of_every_case() -> dict[tuple[int, bool], list]:
-    return {(every, trusted): list_ids(every, trusted) for every in (1, 3) for trusted in (False, True)}
-
-
-@pytest.fixture(scope="module")
-def ids_by_world_size() -> dict[int, list[dict]]:
-    return {world_size: run_ranks(list_ids_of_every_case, world_size) for world_size in (1, 2)}
-
-
-@pytest.mark.parametrize("case", [(every, trusted) for every in (1, 3) for trusted in (False, True)])
-def test_every_world_size_takes_the_same_sequences(ids_by_world_size, case) -> None:
-    for k in range(NUM_STEPS):
-        for part in (0, 1):
-            together = sorted(i for rank_ids in ids_by_world_size[2] for i in rank_ids[case][k][part])
-            assert together == sorted(ids_by_world_size[1][0][case][k][part])
+def list_ids(batches: list[Batch]) -> list[int]:
+    return [i for batch in batches for i in batch.sequence_ids]
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_only_every_kth_step_probes(ids_by_world_size, every: int) -> None:
-    for rank_ids in ids_by_world_size[2]:
-        assert [bool(ids) for _, ids, _ in rank_ids[every, False]] == [k % every == 0 for k in range(NUM_STEPS)]
+def test_every_kth_step_probes_from_the_trusted_file_or_the_training_data(first_rank, every: int) -> None:
+    recipe = step_runs.make_recipe(
+        batch={"global_size": 4},
+        probe={"batch_size": 2, "every": every},
+        method={"kl_budget": 0.1},
+        model={"path": write_config(), "precision": "fp32"},
+    )
+    feed, trusted = make_feed(recipe, 1), make_feed(recipe, 1, make_dataset(NUM_TRUSTED, token=7))
+    for k in range(NUM_STEPS):
+        batches, trusted_batches = feed.step(k), trusted.step(k)
+        assert bool(list_ids(batches.probe)) == bool(list_ids(trusted_batches.probe)) == (k % every == 0)
+        for step, token, size in ((batches, 3, NUM_TRAINING), (trusted_batches, 7, NUM_TRUSTED)):
+            assert all({int(t) for t in batch.input_ids.unique()} <= {0, token} for batch in step.probe)
+            assert all(i < size for i in list_ids(step.probe))
+        # A trusted probe does not change the main batches.
+        assert list_ids(batches.main) == list_ids(trusted_batches.main)
 
 
-def test_a_trusted_probe_comes_from_the_trusted_file(ids_by_world_size) -> None:
-    (alone,) = ids_by_world_size[1]
-    assert all(tokens == {7} and max(ids) < NUM_TRUSTED for _, ids, tokens in alone[1, True])
-    assert all(tokens == {3} for _, _, tokens in alone[1, False])
-    # A trusted probe does not change the main batches.
-    assert [main for main, _, _ in alone[1, True]] == [main for main, _, _ in alone[1, False]]
-
-
-def test_the_trusted_share_of_each_batch_comes_from_the_pool(monkeypatch) -> None:
+def test_the_trusted_share_of_each_batch_comes_from_the_pool(first_rank) -> None:
     """With any method, such as SFT; ids of the pool's sequences follow those of the training data."""
-    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
     recipe = step_runs.make_recipe(
         batch={"global_size": 8, "micro_batch_size_per_rank": 8},
         method={"name": "sft"},
@@ -150,8 +126,7 @@ def test_ids_of_joined_stores_are_unique_where_a_store_has_dropped_rows() -> Non
     assert joined.first_ids == [0, 12]
 
 
-def test_a_probe_of_all_is_the_whole_pool_and_sft_has_none(monkeypatch) -> None:
-    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
+def test_a_probe_of_all_is_the_whole_pool_and_sft_has_none(first_rank) -> None:
     for method, size in (({"kl_budget": 0.1}, NUM_TRUSTED), ({"name": "sft"}, 0)):
         recipe = step_runs.make_recipe(
             method=method,
@@ -219,8 +194,7 @@ def test_1_2_4_and_8_ranks_take_the_same_batches_in_the_same_order(
     assert count_sequences(2) == count_sequences(4) == count_sequences(8) == alone
 
 
-def test_utilization_counts_passes_and_idle_ranks_of_the_next_steps(monkeypatch) -> None:
-    monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
+def test_utilization_counts_passes_and_idle_ranks_of_the_next_steps(first_rank) -> None:
     recipe = step_runs.make_recipe(
         batch={"global_size": 2, "sequence_parallel": 1},
         probe={"batch_size": 4, "every": 4},
