@@ -146,12 +146,6 @@ def count_local_bytes(tensors: State) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def list_files_of_this_rank(folder: Path) -> list[Path]:
-    """List the files that `write_state` wrote on this rank; rank 0 also writes the index."""
-    files = sorted(folder.glob(f"__{layout.rank('job')}_*"))
-    return [*files, *folder.glob(".metadata")] if layout.is_first() else files
-
-
 def state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
     """Views of all tensors that a step changes, by their names in the checkpoint. `direction`: None unless later steps
     need the current direction."""

@@ -30,7 +30,6 @@ from vcore_ds.engine.checkpoint_shards import (
     Stager,
     State,
     count_local_bytes,
-    list_files_of_this_rank,
     run_on_all_ranks,
     state_tensors,
     write_state,
@@ -214,8 +213,9 @@ class Checkpoints:
 
     def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, checkpoint_folder.FileRecord]:
         """Write the small files, on rank 0; read this rank's files back and return their records."""
-        paths = list_files_of_this_rank(unfinished / checkpoint_folder.STATE)
+        paths = sorted((unfinished / checkpoint_folder.STATE).glob(f"__{layout.rank('job')}_*"))
         if layout.is_first():
+            paths += (unfinished / checkpoint_folder.STATE).glob(".metadata")  # the index
             run_state = json.dumps(asdict(state), indent=2) + "\n"
             for name, text in (
                 (checkpoint_folder.RUN_STATE, run_state),
