@@ -42,10 +42,6 @@ def accumulate(e: Engine, seed: int = 0) -> None:
         e.backward(compute_loss(e, seed))
 
 
-def get_weight(e: Engine):
-    return dict(e.trainable)["causal_lm.model.layers.0.mlp.up_proj.weight"]
-
-
 def the_shard_is_the_cast_of_the_master(e: Engine) -> bool:
     for k in range(2):
         accumulate(e, seed=k)
