@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.recipes import smallest_recipe
+from tests.unit.test_feed import Sequences
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.config.schema import Recipe
@@ -237,7 +238,7 @@ def make_dataset(num_sequences: int, first_id: int = 0) -> Dataset:
         supervised = np.array([True, False, i % 3 != 2, i % 3 != 2])
         ids = np.full(4, i, dtype=np.int32)
         sequences.append(TokenizedSequence(first_id + i, ids, supervised, in_answer=np.zeros(4, dtype=np.bool_)))
-    return sequences  # type: ignore[return-value]  # nothing but positions is asked for
+    return Sequences(sequences)  # type: ignore[return-value]  # nothing else is asked for
 
 
 def choose_origins(made: Recipe, num_training: int, **held_out: int) -> list[Origin]:
