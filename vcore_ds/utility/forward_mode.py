@@ -148,7 +148,8 @@ class _TangentGatherer:
         """`precision`, `with_graph`: see `dual_parameters`."""
         self._direction, self._precision, self._with_graph = direction, precision, with_graph
         self._replaced_modules: list[nn.Module] = []
-        self._replaced_forwards: list[nn.Module] = []
+        self._replaced_forwards: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._with_dual_forwards: set[nn.Module] = set()
         self._dual_parameters: set[int] = set()
         self._gathered: dict[int, Tensor | LowRank] = {}
         self._in_flight: dict[int, list[ShardGroupGather]] = {}
@@ -167,6 +168,7 @@ class _TangentGatherer:
                 in_fp8 = self._direction.fp8_tangents and forward is _dual_linear and ".lora_" not in name
                 options = {"in_fp8": True} if in_fp8 and self._precision is None else {}
                 self._replace_forward(module, partial(forward, module, **options))
+                self._with_dual_forwards.add(module)
         for unit, modules in _gather_units(engine.module):
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:
@@ -195,16 +197,18 @@ class _TangentGatherer:
     def detach(self) -> None:
         for module in self._replaced_modules:  # the forward may have raised
             self._restore(module)
-        for module in self._replaced_forwards:
-            del module.forward  # the instance attribute
+        for module, before in reversed(self._replaced_forwards):
+            if before is None:
+                del module.forward  # the instance attribute
+            else:
+                module.forward = before
         for _, pending in chain.from_iterable(self._in_flight.values()):
             if pending is not None:
                 pending.wait()  # or it would overlap the next collective; every rank has started it, so it ends
         self._in_flight, self._gathered = {}, {}
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        if "forward" not in module.__dict__:
-            self._replaced_forwards.append(module)
+        self._replaced_forwards.append((module, module.__dict__.get("forward")))
         module.forward = forward
 
     def _run_with_duals(
@@ -256,7 +260,7 @@ class _TangentGatherer:
             return name in EXPERT_WEIGHTS
         if getattr(module, "reads_low_rank_tangents", False):
             return True
-        return name == "weight" and type(module) in _DUAL_FORWARDS and module in self._replaced_forwards
+        return name == "weight" and type(module) in _DUAL_FORWARDS and module in self._with_dual_forwards
 
     def _restore(self, module: nn.Module) -> None:
         clear_low_rank_tangents(module)
