@@ -172,12 +172,9 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     wide, middle = charts["quantiles"].series[0].bands
     assert wide[0][0] < middle[0][0] < charts["quantiles"].series[0].values[0] < middle[1][0] < wide[1][0]
     assert charts["alpha"].is_constant() and "tau" not in charts  # not measured
-
-
-def test_long_runs_are_thinned(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_steps=3 * MOST_POINTS + 1, records=False)
-    (series,) = chart_of(run)["loss"].series
-    assert len(series.steps) == MOST_POINTS and series.steps[-1] == 3 * MOST_POINTS + 1
+    long = make_run(tmp_path / "long", num_steps=3 * MOST_POINTS + 1, records=False)
+    (thinned,) = chart_of(long)["loss"].series
+    assert len(thinned.steps) == MOST_POINTS and thinned.steps[-1] == 3 * MOST_POINTS + 1
 
 
 def test_all_measures_have_curves_in_the_order_of_interest(tmp_path: Path) -> None:
@@ -306,13 +303,6 @@ def read_refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    run = make_run(tmp_path / "run")
-    for words in ([tmp_path / "nothing"], [tmp_path], [tmp_path / "file"], [run, tmp_path]):
-        assert f"RUN: {words[-1]}: " in read_refusal(capsys, *words)
-
-
 DAMAGES = [
     ("metrics.jsonl", "", "metrics.jsonl: is empty"),
     ("metrics.jsonl", None, "found no metrics.jsonl there"),
@@ -343,13 +333,15 @@ def test_damaged_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["report", str(run)]) == 0
 
 
-def test_options_that_cannot_be_used_are_refused(
+def test_folders_and_options_that_cannot_be_used_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
+    for words in ([tmp_path / "nothing"], [tmp_path], [tmp_path / "file"], [run, tmp_path]):
+        assert f"RUN: {words[-1]}: " in read_refusal(capsys, *words)
     for option, value in (("output", "file/report.html"), ("output", "full"), ("png", "file"), ("tokenizer", "full")):
         assert f"--{option}: " in read_refusal(capsys, run, f"--{option}", tmp_path / value)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

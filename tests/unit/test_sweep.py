@@ -63,11 +63,8 @@ def test_a_grid_is_the_product_of_its_axes(folder: Path) -> None:
     first, *_, last = sweep.runs.values()
     assert (last.method.name, last.optimizer.learning_rate, last.run.seed, last.run.log_every) == ("vcore", 1e-5, 2, 7)
     assert first.method.name == "sft" and last.run.output_dir == "out/runs/vcore,learning_rate=1e-05/seed_2"
-
-
-def test_a_list_of_cells_may_be_combined_with_a_grid(folder: Path) -> None:
-    sweep = load_changed(cells={"sft": SFT}, grid={"method.kl_budget": [0.1, 0.2]}, reference="sft")
-    assert sweep.references == {"kl_budget=0.1": "sft", "kl_budget=0.2": "sft", "sft": None}
+    both = load_changed(cells={"sft": SFT}, grid={"method.kl_budget": [0.1, 0.2]}, reference="sft")
+    assert both.references == {"kl_budget=0.1": "sft", "kl_budget=0.2": "sft", "sft": None}
 
 
 MANY = {f"axis_{i}": dict.fromkeys("abcdefghij") for i in range(20)}

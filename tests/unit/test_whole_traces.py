@@ -58,9 +58,7 @@ def test_a_stream_is_a_function_of_its_seed_and_a_pool_repeats() -> None:
     batches = [TraceStream(3, pool_size=12, draws=draws).take(12).input_ids.tolist() for draws in (1, 2)]
     assert batches[0] != batches[1] and sorted(batches[0]) == sorted(batches[1])
     assert len({tuple(row) for row in TraceStream(3, pool_size=12).take(64).input_ids.tolist()}) == 12
-
-
-def test_a_pool_has_its_exact_share_of_wrong_traces_and_the_problems_of_a_clean_one() -> None:
+    # A pool has its exact share of wrong traces, and the problems of a clean one.
     pool = TraceStream(3, systematic=True, wrong_traces=0.25, pool_size=8).whole_pool()
     clean = TraceStream(3, pool_size=8).whole_pool()
     assert pool.wrong.tolist() == [True] * 2 + [False] * 6
