@@ -39,7 +39,6 @@ from tests.helpers.setups import prepare_pretrained_model, write_first_layers
 from tests.helpers.soak import IS_SOAK, soak_only
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate
-from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.causal_lm import TokenLossModel
@@ -353,8 +352,7 @@ def make_problems(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
             f"check: {b}*{c} is {b * c}. Yes. Then add the {a} apples that he had: {b * c} + {a} = {a + b * c}. "
             f"So the answer is \\boxed{{{a + b * c}}}."
         )
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        conversations.append(Conversation(turns))
+        conversations.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
     # transformers 5.17 reads this tokenizer without a padding token.
     pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return collate(tokenize(conversations, tokenizer), pad_token_id=pad_token_id)
