@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from vcore_ds.commands.fidelity import JSON_NAME
@@ -141,7 +141,8 @@ def measure_fidelity(
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         report = _measure(recipe, num_sequences, epsilons, ranks, after_steps)
     if output is not None and layout.is_first():
-        text = to_json(asdict(report) | {"verdict": judge(report)}, indent=2, inf_nan_mode="null").decode()
+        values = asdict(report) | {"verdict": judge(report)}
+        text = TypeAdapter(dict[str, Any]).dump_json(values, indent=2).decode()  # NaN is null
         with writing("--output", output):
             write_text(output / JSON_NAME, f"{text}\n")
         print(f"\nWritten to {output}", flush=True)
