@@ -56,7 +56,7 @@ def test_the_package_imports_what_is_declared_and_nothing_else() -> None:
     declared = list_modules(PROJECT["dependencies"])
     optional = list_modules(requirement for name in extras.keys() - {"test"} for requirement in extras[name])
     imported = {name for name, _ in iter_imported_modules(REPOSITORY / "vcore_ds")} - IF_INSTALLED
-    assert imported - optional == declared
+    assert (imported - optional) | {"wandb"} == declared  # wandb is imported by accelerate
     assert optional - imported == IMPORTED_BY_OTHERS and not optional & declared
 
 
