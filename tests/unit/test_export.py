@@ -23,8 +23,11 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.named_model import end_token_ids
 from vcore_ds.common.errors import UserError
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models import model_folder as files
 from vcore_ds.models.model_folder import add_end_tokens, describe_end_tokens
+from vcore_ds.training.model_card import write_without_weights
+from vcore_ds.training.run_folder import read_run_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -170,6 +173,22 @@ def test_merged_weights_are_the_base_plus_the_scaled_product_rounded_once(base, 
         # The nearest bf16 value, up to the rounding of the sum in fp32.
         nearest = (value.to(torch.bfloat16).double() - value).abs()
         assert bool(((merged[name].double() - value).abs() <= nearest + 1e-8).all()), name
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_the_rehearsal_of_a_result_writes_all_its_files(base, tmp_path, kind):
+    is_lora = kind == "adapter"
+    run = write_run(tmp_path / "run", base, make_trained_masters(base, is_lora), lora=is_lora)
+    exported, rehearsed = export_run(run), run / "rehearsed"
+    recipe = read_run_recipe(run)
+    write_without_weights(recipe.model, recipe.lora, load_tokenizer(str(base)), "# Card", rehearsed)
+    assert {path.name for path in rehearsed.iterdir()} == {path.name for path in exported.iterdir()}
+    for name in ("config.json", "generation_config.json", "adapter_config.json"):
+        if (exported / name).exists():
+            assert (rehearsed / name).read_text() == (exported / name).read_text()
+    if kind == "adapter":
+        tensors = load_tensors(rehearsed)
+        assert tensors.keys() == load_tensors(exported).keys() and not any(map(torch.numel, tensors.values()))
 
 
 def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):

@@ -66,14 +66,10 @@ def main(arguments: argparse.Namespace) -> None:
             check_model_folder(recipe.model.path)
         if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
             from vcore_ds.data.tokenization import load_tokenizer
-            from vcore_ds.models.lora import build_empty_adapted_model
-            from vcore_ds.training.model_card import Kind, make_model_card
+            from vcore_ds.training.model_card import rehearse_result
 
             tokenizer = load_tokenizer(recipe.model.path)
-            if recipe.lora is not None:
-                build_empty_adapted_model(recipe.model.path, recipe.lora)
-            kind: Kind = "model" if recipe.lora is None else "adapter"
-            make_model_card(Path(recipe.run.output_dir), recipe.model.path, recipe.method, recipe.data, kind)
+            rehearse_result(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)

@@ -1,15 +1,23 @@
-"""The model card of a run's result."""
+"""The result of a run but for its weights: the model card, and a rehearsal at the start of the run."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub import EvalResult, ModelCardData
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.data_section import DataConfig
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig
+from vcore_ds.models import model_folder
+from vcore_ds.models.description import DTYPES
+from vcore_ds.models.lora import build_empty_adapted_model
 from vcore_ds.models.model_identity import CARD_TAG, BaseModel, identify_base_model
+from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training import run_folder
 from vcore_ds.training.evaluation_folder import read_evaluation
 
@@ -78,3 +86,43 @@ def _list_losses(run: Path) -> Iterator[str]:
     for name, loss in losses.after.items():
         before = f", before {losses.before[name]:.4f}" if name in losses.before else ""
         yield f"Held-out loss{name and ' on '}{name}: {loss:.4f} nats{before}"
+
+
+def rehearse_result(
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    method: MethodConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write the run's result without weights into a temporary folder: what would fail after days fails before the model
+    is loaded. Raises what the end of the run would raise."""
+    with tempfile.TemporaryDirectory() as temporary:
+        card = make_model_card(Path(temporary), model.path, method, data, "model" if lora is None else "adapter")
+        write_without_weights(model, lora, tokenizer, card, Path(temporary) / "result")
+
+
+def write_without_weights(
+    model: ModelConfig, lora: LoraConfig | None, tokenizer: PreTrainedTokenizerBase, card: str, folder: Path
+) -> None:
+    """Write `folder`, the result with an adapter of empty tensors or with empty files in place of the weights."""
+    path = model.path
+    if lora is not None:
+        adapted = build_empty_adapted_model(path, lora)
+        empty = {name: torch.empty(0) for name, p in adapted.named_parameters() if p.requires_grad}
+        model_folder.write_adapter(adapted, empty, folder, tokenizer, card)
+        return
+    dtype = DTYPES[model.precision]
+    stored = FolderWeights(path, describe_weights(path, dtype))
+    split = model_folder.plan_files(stored.stored, model_folder.MAX_FILE_BYTES)
+    unfinished = model_folder.begin(folder, num_bytes=0)
+    for file, _ in model_folder.collect_files(split, _stream_names(stored)):
+        (unfinished / file).touch()
+    model_folder.write_config(unfinished, path, dtype, is_complete=stored.is_complete)
+    model_folder.finish(folder, tokenizer, card, split)
+
+
+def _stream_names(stored: FolderWeights) -> Iterator[tuple[str, Tensor | None]]:
+    """Stream the tensors to be written as `save_hugging_face` does, without their values."""
+    yield from stored.stream((name, stored.weights[name]) for group in stored.groups for name in group.names)
+    yield from dict.fromkeys(stored.copied).items()

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
 from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_steps, validate
 from vcore_ds.training.metrics_log import MetricsLog, start_trackers
-from vcore_ds.training.model_card import Kind, make_model_card
+from vcore_ds.training.model_card import Kind, make_model_card, rehearse_result
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.run_folder import begin_branch, can_resume
 from vcore_ds.training.schedule import Schedule, derive_schedule
@@ -103,7 +104,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     opened = open_run(recipe, plan, lock, resumes)
     memory = describe_start(recipe, opened, settings, ds_config)
     check_memory(memory, recipe.engine)
-    make_card(recipe)  # now too, since it would fail after the last step
+    parts = recipe.model, recipe.lora, recipe.method, recipe.data
+    run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
     mark("loading the model", is_loading=True)
     engine = build_engine(settings, ds_config)
     # Computed now: the weights on disk may change before the first save.
@@ -363,17 +365,12 @@ def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrai
 
     if after:
         run_on_first_rank(write_losses)
-    card = make_card(recipe)
+    kind: Kind = "model" if recipe.lora is None else "adapter"
+    make = partial(make_model_card, run.folder, recipe.model.path, recipe.method, recipe.data, kind)
+    card = run_on_first_rank(make)
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, result.export_folder, card=card)
     if run.metrics_log is not None:
         run.metrics_log.close()
-
-
-def make_card(recipe: Recipe) -> str | None:
-    """Make the model card of the result, on rank 0. A collective."""
-    run = Path(recipe.run.output_dir)
-    kind: Kind = "model" if recipe.lora is None else "adapter"
-    return run_on_first_rank(lambda: make_model_card(run, recipe.model.path, recipe.method, recipe.data, kind))
 
 
 def summarize(result: RunResult) -> str:
