@@ -7,7 +7,7 @@ when they are first used: `import vcore_ds` takes no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vcore_ds.common.version import __version__ as __version__
+from vcore_ds.common import __version__ as __version__
 
 if TYPE_CHECKING:
     from vcore_ds.commands.python_api import score, train

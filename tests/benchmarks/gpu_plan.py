@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vcore_ds.commands.plan.step_cost import StepModel
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.batch_layout import BatchLayout, Waste

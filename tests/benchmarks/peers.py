@@ -31,7 +31,7 @@ from tests.benchmarks import overhead, peer_fixture
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, collate, pack
 from vcore_ds.data.dataset import RandomDraws

@@ -3,7 +3,6 @@
 import io
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -57,27 +56,23 @@ def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # Recipes
 
 
-def test_all_problems_of_files_and_overrides_are_one_message(refuses: Refuses, tmp_path: Path):
+def test_all_problems_of_keys_are_one_message(refuses: Refuses, tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(FULL.read_text() + "\nwandb:\n  project: mine\nschedule:\n  warmup_ration: 0.1\n")
     line = recipe.read_text().splitlines().index("wandb:") + 1
-    message = refuses(
-        "global_size=8", "optimizer.name=adam", "schedule.num_epochs=1", "batch.global_size", recipe=recipe
-    )
+    message = refuses("global_size=8", "optimizer.name=adam", recipe=recipe)
     assert f"{recipe}:{line}: wandb: found" in message and "expected a section among method, utility" in message
     assert f"{recipe}:{line + 3}: schedule.warmup_ration: found 0.1" in message
     assert 'did you mean "schedule.warmup_ratio"?' in message
     assert "override global_size=8: global_size: found 8" in message and '"batch.global_size"?' in message
     assert 'override optimizer.name=adam: optimizer.name: found "adam"; expected adamw, sgd or muon' in message
-    assert "found 2 together with schedule.num_epochs 1; expected exactly one" in message
-    assert 'override batch.global_size: found "batch.global_size"; expected section.key=value' in message
 
 
 def test_misspelt_files_get_the_nearest_names(refuses: Refuses):
-    message = refuses("methods/dtf.yaml", recipe=RECIPES / "qwen3_32b.yaml")
-    assert f"methods/dtf.yaml: found no such file; expected a recipe file (YAML); tried {REPOSITORY}" in message
-    assert 'did you mean "methods/dft.yaml"' in message
-    assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math_full.yaml" in message
+    message = refuses("methods/dtf.yaml", "batch.global_size", recipe=RECIPES / "qwen3_32b.yaml")
+    assert "methods/dtf.yaml: found no such file; expected a recipe" in message and '"methods/dft.yaml"' in message
+    assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math" in message
+    assert 'override batch.global_size: found "batch.global_size"; expected section.key=value' in message
 
 
 def test_a_deepspeed_json_that_contradicts_the_recipe_is_refused(refuses: Refuses, tmp_path: Path):
@@ -105,32 +100,14 @@ def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
 # Data, models and folders
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """Changes of a recipe, `{folder}` and `{train}` filled in, and parts of the message."""
-
-    changes: tuple[str, ...]
-    named: tuple[str, ...]
-    recipe: Path = FULL
-    commands: tuple[tuple[str, ...], ...] = (("train",),)
-    prepare: Callable[[Path, Path], object] = lambda folder, train: None
-    """Called with the folder, and the training file, before."""
-
-
 LORA = RECIPES / "qwen3_32b_math_lora.yaml"
 BOTH = (("check",), ("train",))
-ROWS, MODEL = ("data.train_path={folder}/train.jsonl",), ("model.path={folder}/model",)
+LARGEST_ID = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
 
 
-def cut_line(folder: Path, train: Path) -> None:
+def write_rows(folder: Path, train: Path, change: Callable[[list[str]], None]) -> None:
     lines = train.read_text().splitlines()
-    lines[4] = lines[4][:-5]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-
-
-def rename_content(folder: Path, train: Path) -> None:
-    lines = train.read_text().splitlines()
-    lines[2] = '{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "text": "hi"}]}'
+    change(lines)
     (folder / "train.jsonl").write_text("\n".join(lines))
 
 
@@ -149,98 +126,57 @@ def write_other_run(folder: Path, _: Path) -> None:
     (folder / "output" / "recipe.yaml").write_text("method: {}\n")
 
 
-LARGEST_ID = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
-MISTAKES = {
-    "packs shorter than a sequence": Mistake(
-        ("batch.pack_tokens_per_rank=128",), ("batch.pack_tokens_per_rank: found 128", "data.cutoff_length 256")
-    ),
-    "a size that does not divide the ranks": Mistake(
-        ("probe.sequence_parallel=2",),
-        ("probe.sequence_parallel: found 2 on 3 ranks",),
-        commands=(("check", "--ranks", "3"),),
-    ),
-    "no data file": Mistake(
-        ("data.train_path={folder}/trian.jsonl",), ("{folder}/trian.jsonl: there is no such file",)
-    ),
-    "no validation file": Mistake(("data.validation_path={folder}/x.jsonl",), ("{folder}/x.jsonl: there is no such",)),
-    "no rows": Mistake(
-        ROWS,
-        ("{folder}/train.jsonl: no row is left",),
-        commands=BOTH,
-        prepare=lambda folder, _: (folder / "train.jsonl").write_text("\n\n"),
-    ),
-    "a line that is not JSON": Mistake(ROWS, ("{folder}/train.jsonl:5: not JSON",), commands=BOTH, prepare=cut_line),
-    "no content": Mistake(
-        ROWS, ("{folder}/train.jsonl:3: message 2 has no `content`",), commands=BOTH, prepare=rename_content
-    ),
-    "only sequences above the cutoff": Mistake(
-        ("data.cutoff_length=20",),
-        ("{train}: no row is left", "prompt alone longer than the cutoff            12"),
-        commands=BOTH,
-    ),
-    "a small vocabulary": Mistake(
-        MODEL,
-        (f"found token ids up to {LARGEST_ID}, expected ids below 200",),
-        commands=BOTH,
-        prepare=write_small_vocabulary,
-    ),
-    "no chat template": Mistake(
-        MODEL,
-        ("{folder}/model has no chat template", "chat_template.jinja"),
-        commands=BOTH,
-        prepare=lambda folder, _: write_model(folder / "model", chat_template=None),
-    ),
-    "no weights": Mistake(
-        MODEL,
-        ("model.path: {folder}/model: found neither model.safetensors",),
-        prepare=lambda folder, _: (write_model(folder / "model") / "model.safetensors").unlink(),
-    ),
-    "truncated weights": Mistake(
-        MODEL, ("model.path: {folder}/model: model.safetensors: not a complete",), commands=BOTH, prepare=cut_weights
-    ),
-    "no configuration": Mistake(
-        MODEL,
-        ("model.path: {folder}/model: no configuration can be read",),
-        prepare=lambda folder, _: (write_model(folder / "model") / "config.json").unlink(),
-    ),
-    "no model folder": Mistake(MODEL, ("model.path: {folder}/model: no such folder",)),
-    "too little memory": Mistake(
-        ("lora.rank=2000000000", "lora.alpha=8"),
-        ("memory: found ", " of host memory for each rank", "  moments\n", "engine.memory_check=false"),
-        recipe=LORA,
-    ),
-    "adapters that cannot be written": Mistake(
-        ("methods/sft.yaml", "lora.target_modules=[q_proj, embed_tokens]"),
-        ("lora.target_modules: found embed_tokens", "linear layers or experts"),
-        recipe=LORA,
-        commands=BOTH,
-    ),
-    "the folder of another run": Mistake(
-        (),
-        ("run.output_dir: {folder}/output: holds another run", "Set run.output_dir"),
-        commands=BOTH,
-        prepare=write_other_run,
-    ),
-    "a file in place of the folder": Mistake(
-        (),
-        ("run.output_dir: {folder}/output: is not an empty folder",),
-        prepare=lambda folder, _: (folder / "output").write_text("notes"),
-    ),
+NO_CONTENT = '{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "text": "hi"}]}'
+PREPARE: dict[str, Callable[[Path, Path], object]] = {
+    "no rows": lambda folder, _: (folder / "train.jsonl").write_text("\n\n"),
+    "no JSON": lambda folder, train: write_rows(folder, train, lambda rows: rows.insert(4, rows.pop(4)[:-5])),
+    "no content": lambda folder, train: write_rows(folder, train, lambda rows: rows.insert(2, NO_CONTENT)),
+    "small vocabulary": write_small_vocabulary,
+    "no template": lambda folder, _: write_model(folder / "model", chat_template=None),
+    "no weights": lambda folder, _: (write_model(folder / "model") / "model.safetensors").unlink(),
+    "cut weights": cut_weights,
+    "no configuration": lambda folder, _: (write_model(folder / "model") / "config.json").unlink(),
+    "another run": write_other_run,
+    "a file": lambda folder, _: (folder / "output").write_text("notes"),
 }
+"""Calls with the folder, and the training file, before a command."""
+
+# Commands | changes of the recipe (LORA: of that with adapters) | what is prepared | parts of the message
+MISTAKES = f"""
+train | batch.pack_tokens_per_rank=128 | | batch.pack_tokens_per_rank: found 128 ... data.cutoff_length 256
+check --ranks 3 | probe.sequence_parallel=2 | | probe.sequence_parallel: found 2 on 3 ranks
+train | data.train_path=DIR/trian.jsonl | | DIR/trian.jsonl: there is no such file
+train | data.validation_path=DIR/x.jsonl | | DIR/x.jsonl: there is no such
+both | data.train_path=DIR/train.jsonl | no rows | DIR/train.jsonl: no row is left
+both | data.train_path=DIR/train.jsonl | no JSON | DIR/train.jsonl:5: not JSON
+both | data.train_path=DIR/train.jsonl | no content | DIR/train.jsonl:3: message 2 has no `content`
+both | data.cutoff_length=20 | | DATA: no row is left ... prompt alone longer than the cutoff            12
+both | model.path=DIR/model | small vocabulary | found token ids up to {LARGEST_ID}, expected ids below 200
+both | model.path=DIR/model | no template | DIR/model has no chat template ... chat_template.jinja
+train | model.path=DIR/model | no weights | model.path: DIR/model: found neither model.safetensors
+both | model.path=DIR/model | cut weights | model.path: DIR/model: model.safetensors: not a complete
+train | model.path=DIR/model | no configuration | model.path: DIR/model: no configuration can be read
+train | model.path=DIR/model | | model.path: DIR/model: no such folder
+train | LORA lora.rank=2000000000 lora.alpha=8 | | memory: found ... of host memory ... engine.memory_check=false
+both | LORA methods/sft.yaml lora.target_modules=[q_proj,embed_tokens] | | lora.target_modules: found embed_tokens
+both | | another run | run.output_dir: DIR/output: holds another run ... Set run.output_dir
+train | | a file | run.output_dir: DIR/output: is not an empty folder
+"""
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_with_its_key_or_file(refuses: Refuses, tmp_path: Path, setup: TinySetup, name: str):
-    mistake = MISTAKES[name]
-    mistake.prepare(tmp_path, setup.train)
-    changes, named = (
-        [text.format(folder=tmp_path, train=setup.train) for text in texts]
-        for texts in (mistake.changes, mistake.named)
-    )
-    messages = [refuses(*changes, recipe=mistake.recipe, command=command) for command in mistake.commands]
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
+def test_a_mistake_is_named_with_its_key_or_file(refuses: Refuses, tmp_path: Path, setup: TinySetup, line: str):
+    line = line.replace("DIR", str(tmp_path)).replace("DATA", str(setup.train))
+    command, changes, prepared, named = (part.strip() for part in line.split("|"))
+    if prepared:
+        PREPARE[prepared](tmp_path, setup.train)
+    commands = BOTH if command == "both" else (tuple(command.split()),)
+    recipe = LORA if changes.startswith("LORA") else FULL
+    words = changes.removeprefix("LORA").split()
+    messages = [refuses(*words, recipe=recipe, command=command) for command in commands]
     for message in messages:
-        assert [text for text in named if text not in message] == [], message
-    if mistake.commands == BOTH:
+        assert [text for text in named.split(" ... ") if text not in message] == [], message
+    if commands == BOTH:
         assert messages[0].startswith("vcore-ds: ") and messages[1].endswith(messages[0])
 
 

@@ -23,8 +23,8 @@ PACKAGES = (
     "torch", "triton", "transformers", "peft", "accelerate", "deepspeed", "megatron-core", "numpy", "pytest",
     "pydantic", "datasets",
 )  # fmt: skip
-FP32_BOUND, BF16_BOUND, FP8_BOUND, GRADIENT_BOUND = 1e-5, 5e-3, 6e-2, 2e-2
-"""Norms of errors relative to fp64 on the rounded inputs. An H200 gave at most 1e-6, 1.7e-3, 3.7e-2 and 4.2e-3."""
+FP32_BOUND, BF16_BOUND, FP8_BOUND = 1e-5, 5e-3, 6e-2
+"""Norms of errors relative to fp64 on the rounded inputs. An H200 gave at most 1e-6, 1.7e-3 and 3.7e-2."""
 
 
 def imports() -> None:
@@ -145,64 +145,6 @@ def pointwise() -> None:
             cos, sin = torch.randn(1, 1, 33, size).bfloat16(), torch.randn(1, 1, 33, size).bfloat16()
             exact = formulas.rotate(x.double(), cos.double(), sin.double())
             check(f"rotation {size}", formulas.rotate(x.cuda(), cos.cuda(), sin.cuda()), exact, BF16_BOUND)
-
-
-def draw_attention(dim: int) -> Any:
-    """Queries, keys and values, their tangents, the layout of their sequences, and its lengths."""
-    import torch
-
-    from tests.unit.test_attention import draw_inputs
-    from vcore_ds.models.attention import SequenceLayout
-
-    lengths = [[150, 107, 3], [260]]
-    layout = SequenceLayout.from_lengths(lengths, 1, torch.device("cuda"))
-    return *draw_inputs(260, head_dim=dim, dtype=torch.bfloat16), layout, lengths
-
-
-def flash() -> None:
-    """FlashAttention over variable lengths: values and gradients."""
-    import torch
-
-    from tests.unit.test_attention import SCALE, attend_unfused, draw_sinks, make_mask
-    from vcore_ds.models.attention import training_attention
-
-    for dim in (8, 64, 96, 128, 256):
-        for window, with_sinks in ((None, False), (33, True)):
-            primals, _, layout, lengths = draw_attention(dim)
-            primals = (*primals, draw_sinks(4)[0].bfloat16()) if with_sinks else primals
-            leaves = [x.cuda().requires_grad_() for x in primals]
-            exact = [x.double().requires_grad_() for x in primals]
-            options = dict(scaling=SCALE, sliding_window=window, sequence_layout=layout)
-            options["s_aux"] = leaves[3] if with_sinks else None
-            output, _ = training_attention(torch.nn.Module(), *leaves[:3], None, **options)
-            expected = attend_unfused(*exact[:3], make_mask(260, window, lengths), *exact[3:]).transpose(1, 2)
-            check(f"heads of {dim}, window {window}, sinks {with_sinks}: output", output, expected, GRADIENT_BOUND / 2)
-            pairs = ((output, leaves), (expected, exact))
-            gradients = [torch.autograd.grad(y.double().square().sum(), x) for y, x in pairs]
-            for name, *pair in zip(("query", "key", "value", "sinks")[: len(leaves)], *gradients, strict=True):
-                check(f"   gradient of {name}", *pair, GRADIENT_BOUND)
-
-
-def tangent() -> None:
-    """The kernel with a tangent alone, and beside FlashAttention's output as in the fused pass."""
-    import torch
-
-    from tests.unit.test_attention import SCALE, attend_unfused, make_mask
-    from vcore_ds.models.attention import Scoring, attend_with_graph_and_tangents, attend_with_tangents
-
-    for dim in (64, 128, 256, 96):
-        primals, tangents, layout, lengths = draw_attention(dim)
-        seen = make_mask(260, None, lengths)
-        moving = tuple(tuple(x.double() for x in tensors) for tensors in (primals, tangents))
-        exact = torch.func.jvp(lambda q, k, v, seen=seen: attend_unfused(q, k, v, seen), *moving)
-        inputs = [*(x.cuda() for x in primals), None], [*(x.cuda() for x in tangents), None]
-        with torch.no_grad():
-            results = attend_with_tangents(*inputs, layout, Scoring(SCALE))
-        for name, computed, expected in zip(("value", "tangent"), results, exact, strict=True):
-            check(f"heads of {dim}: {name}", computed, expected, 1e-2)
-        results = attend_with_graph_and_tangents(*inputs, layout, Scoring(SCALE))
-        for name, computed, expected in zip(("value", "tangent"), results, exact, strict=True):
-            check(f"heads of {dim}: {name} beside FlashAttention", computed, expected, 1.5e-2)
 
 
 def nccl() -> None:

@@ -9,9 +9,8 @@ Parts of a stage run at the same time, stages one after another: correctness fir
 many processes share the cores, then timings, each alone. There is one deadline. A part that no longer fits is skipped
 and the next one is tried. At its limit, every process of a part prints its stacks before it is killed.
 
-The output folder has summary.md, summary.json, `logs` and `results`, which are there while parts run. A part that has
-passed there on the same commit and device is not run again unless it is named. Only the standard library is imported
-here: where the packages do not import, the first part says so.
+The output folder has summary.md, summary.json, `logs` and `results`, which are there while parts run. Only the standard
+library is imported here: where the packages do not import, the first part says so.
 """
 
 import argparse
@@ -226,18 +225,6 @@ def _read_output(*command: str) -> str:
     return ""
 
 
-def drop_passed(parts: Sequence[Part], output: Path, where: Mapping[str, str]) -> list[Part]:
-    """Leave out parts that an earlier call passed on the same device and the same commit, which has to be known and
-    without changes."""
-    file = output / "summary.json"
-    if not where["commit"] or where["commit"].endswith("+") or not file.is_file():
-        return list(parts)
-    earlier = json.loads(file.read_text())
-    if earlier["failed comparisons"] or any(earlier[name] != where[name] for name in ("commit", "device")):
-        return list(parts)
-    return [part for part in parts if part.is_gate or earlier["parts"].get(part.name) != "passed"]
-
-
 def choose_parts(parts: Sequence[Part], names: Sequence[str], num_gpus: int) -> list[Part]:
     """The parts whose names begin with one of `names`, and the gate; without names the default ones that have GPUs
     enough."""
@@ -277,8 +264,6 @@ def run_session(
         "command": shlex.join(sys.orig_argv),
     }
     chosen = choose_parts(parts, arguments.only, num_gpus)
-    if not arguments.only:
-        chosen = drop_passed(chosen, arguments.output, where)
     options = dict(seconds=arguments.seconds, num_jobs=arguments.jobs, environment=environment, where=where)
     passed = Session(chosen, arguments.output, **options).run()
     print(f"Results: {arguments.output}")

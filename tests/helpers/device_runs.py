@@ -8,7 +8,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.step_cases import steps
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.distributed.process_group import start_process_group

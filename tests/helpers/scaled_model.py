@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.helpers.soak import IS_SOAK, soak
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 

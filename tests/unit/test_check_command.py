@@ -69,65 +69,71 @@ def test_the_largest_number_of_ranks_is_accepted(capsys: pytest.CaptureFixture[s
     assert "2,147,483,615 idle ranks" in capsys.readouterr().out
 
 
-def test_check_reports_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
+TENSOR = RECIPE.with_name("qwen3_32b_math_full_tensor8.yaml")
+REPORTS = [  # words, and beginnings of all lines
+    """RECIPE model.path=MODEL probe.batch_size=4 --ranks 64
+    Valid: RECIPE on 64 ranks
+    Batch: 32 sequences a step on 64 ranks, in packs of at most 16,384 tokens
+    Balance of the main batch: sequence-parallel size 8; slowest rank 1.
+    Balance of the probe batch: sequence-parallel size 8; slowest rank
+    Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64
+    Assumed: lengths of typical reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)
+    Not on this machine, but needed where the recipe runs: data.train_path data/math""",
+    """RECIPE model.path=nobody/has-this --ranks 64
+    Valid: RECIPE on 64 ranks
+    Batch: 32 sequences a step on 64 ranks
+    Balance and memory are not estimated: nobody/has-this is not on this machine and not
+    Not on this machine""",
+    """TENSOR data.cutoff_length=4096
+    Valid: TENSOR on 8 ranks
+    Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, in packs of at most 65,536
+    Tensor parallelism: groups of 8 ranks, which compute on the same packs.
+    Balance of the main batch: sequence-parallel size 1; slowest rank 1.0
+    ...""",
+    """RECIPE model.path=Qwen/Qwen2.5-0.5B-Instruct --ranks 2
+    ...Assumed: the layers and heads of Qwen2.5-0.5B by its name""",
+    """RECIPE model.path=SHORT
+    ...Warning: data.cutoff_length 16,384 is beyond the 4,096 positions""",
+]
+
+
+def write_short_model(folder: Path) -> Path:
+    Qwen3Config(num_hidden_layers=2, max_position_embeddings=4096).save_pretrained(folder / "short")
+    return folder / "short"
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_check_reports_how_well_the_ranks_are_used(
+    report: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     sizes = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
-    (model / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen3", "head_dim": 128}))
-    words = [str(RECIPE), f"model.path={model}", f"run.output_dir={tmp_path}/new", "probe.batch_size=4"]
-    assert main(["check", *words, "--ranks", "64"]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == f"Valid: {RECIPE} on 64 ranks (--recipe prints it with all defaults)"
-    assert lines[0].startswith("Batch: 32 sequences a step on 64 ranks, in packs of at most 16,384 tokens")
-    assert lines[1].startswith("Balance of the main batch: sequence-parallel size 8; slowest rank 1.")
-    assert lines[2].startswith("Balance of the probe batch: sequence-parallel size 8; slowest rank ")
-    assert lines[3].startswith(
-        "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
-    )
-    assert lines[4].startswith(
-        "Assumed: lengths of typical reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)"
-    )
-    assert lines[5].startswith("Not on this machine, but needed where the recipe runs: data.train_path data/math")
-    assert len(lines) == 6
-
-    words[1] = "model.path=nobody/has-this"
-    assert main(["check", *words, "probe.batch_size=32", "--ranks", "64"]) == 0
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen3", "head_dim": 128}))
+    for name, path in (
+        ("RECIPE", RECIPE),
+        ("TENSOR", TENSOR),
+        ("MODEL", tmp_path),
+        ("SHORT", write_short_model(tmp_path)),
+    ):
+        report = report.replace(name, str(path))
+    words, *starts = [line.strip() for line in report.splitlines()]
+    assert main(["check", *words.split(), f"run.output_dir={tmp_path}/new"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4  # nothing of another model's layers and memory
-    assert lines[2].startswith("Balance and memory are not estimated: nobody/has-this is not on this machine and not")
-    words[1] = "model.path=Qwen/Qwen2.5-0.5B-Instruct"
-    assert main(["check", *words, "--ranks", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "Assumed: the layers and heads of Qwen2.5-0.5B by its name" in out
-    assert main(["check", *words, "batch.sequence_parallel=3", "--ranks", "64"]) == 2
-    assert "batch.sequence_parallel: found 3 on 64 ranks; expected auto or one of 1, 2" in capsys.readouterr().err
+    for start in starts:  # `...`: other lines before it
+        while start.startswith("...") and not lines[0].startswith(start[3:]):
+            lines.pop(0)
+        assert lines.pop(0).startswith(start.removeprefix("...")), start
+    assert lines == [] or starts[-1].startswith("...")
 
 
-def test_check_describes_tensor_parallel_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shared = RECIPE.with_name("qwen3_32b_math_full_tensor8.yaml")
-    words = ["check", str(shared), f"run.output_dir={tmp_path}/new"]
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert lines[0].startswith(
-        "Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, in packs of at most 65,536"
-    )
-    assert lines[1].startswith("Tensor parallelism: groups of 8 ranks, which compute on the same packs.")
-    assert lines[2].startswith("Balance of the main batch: sequence-parallel size 1; slowest rank 1.000 x mean")
-    assert main([*words, "--ranks", "64", "batch.sequence_parallel=1"]) == 0
-    capsys.readouterr()
-    assert main([*words, "--ranks", "64", "batch.sequence_parallel=3"]) == 2
-    error = capsys.readouterr().err
+def test_sizes_and_positions_of_the_model_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"run.output_dir={tmp_path}/new", "--ranks", "64", "batch.sequence_parallel=3"
+    for recipe, ranks in ((RECIPE, "64 ranks"), (TENSOR, "8 tensor-parallel groups of 8 ranks")):
+        assert main(["check", str(recipe), *words]) == 2
+        assert f"batch.sequence_parallel: found 3 on {ranks}; expected auto or" in capsys.readouterr().err
     assert (
-        "batch.sequence_parallel: found 3 on 8 tensor-parallel groups of 8 ranks; expected auto or one of 1," in error
+        main(["check", str(RECIPE), words[0], f"model.path={write_short_model(tmp_path)}", "data.cutoff_length=4096"])
+        == 0
     )
-
-
-def test_check_warns_of_positions_that_are_new_to_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Qwen3Config(num_hidden_layers=2, max_position_embeddings=4096).save_pretrained(tmp_path)
-    words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", f"model.path={tmp_path}"]
-    assert main(words) == 0
-    assert "Warning: data.cutoff_length 16,384 is beyond the 4,096 positions" in capsys.readouterr().out
-    assert main([*words, "data.cutoff_length=4096"]) == 0
     assert "beyond" not in capsys.readouterr().out
 
 

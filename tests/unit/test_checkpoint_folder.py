@@ -14,8 +14,7 @@ from tests.helpers.resumed_runs import make_run_state
 from tests.helpers.small_disk import limiting_files
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.resume import differing_keys
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.config.sections import CheckpointConfig
 from vcore_ds.engine import checkpoint_folder as files
 from vcore_ds.training.checkpoints import Checkpoints, check_compared

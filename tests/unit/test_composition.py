@@ -16,10 +16,9 @@ from tests.helpers.recipes import write_yaml as write
 from vcore_ds.commands.cli import launch, main
 from vcore_ds.commands.quickstart import session
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
-from vcore_ds.commands.quickstart.session import load_with_additions, prepare_files, without_chosen
+from vcore_ds.commands.quickstart.session import load_with_additions, prepare_files
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.config.load import dump_recipe, load_recipe, merge_files
+from vcore_ds.config.load import SHIPPED_RECIPES, dump_recipe, load_recipe, merge_files
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import LoraConfig
@@ -184,7 +183,9 @@ def test_a_deepspeed_json_is_looked_up_from_the_file_that_names_it(folder: Path)
     assert load_recipe("mine.yaml").engine.deepspeed_config == str(lab)
     problem = find_problem("mine.yaml", "engine.deepspeed_config=lab.json")  # an override's is the recipe's folder
     assert str(lab) not in problem and str(folder / "lab.json") in problem
-    assert "no file" in find_problem(SHIPPED_RECIPES / "qwen3_4b_math_lora.yaml", "engine.deepspeed_config=lab.json")
+    assert "expected a DeepSpeed JSON" in find_problem(
+        SHIPPED_RECIPES / "qwen3_4b_math_lora.yaml", "engine.deepspeed_config=lab.json"
+    )
 
 
 # ---------------------------------------------------------------- problems
@@ -200,49 +201,50 @@ def test_every_problem_names_the_file_and_line_where_the_value_stands(folder: Pa
     assert sorted(problem.split(": found")[0] for problem in problems) == [
         "fragment.yaml:2: data.cutoff_length",
         "last.yaml:3: lora.alpha",  # the lines of the section that null replaced are forgotten
-        "mine.yaml:4: utility.epsilon",
         "override batch.global_size=0: batch.global_size",
         "parts/a.yaml:3: run.seed",
         "parts/a.yaml:5: run.lgo_every",
         "parts/b.yaml:3: run.log_every",  # the value that a.yaml gave is gone, and its line with it
+    ]
+    right = ["run.seed=1", "run.log_every=1", "lora=null"]
+    write(folder / "parts" / "a.yaml", "run: {}\n")
+    problems = find_problems("mine.yaml", *right)
+    assert [problem.split(": found")[0] for problem in problems] == [
         "whole.yaml:2: method.kl_budget",
+        "mine.yaml:4: utility.epsilon",
     ]
     iw_sft = SHIPPED_RECIPES / "methods" / "iw_sft.yaml"  # a shipped file is named in full
     line = iw_sft.read_text().splitlines().index("  name: iw_sft") + 1
     assert find_problem("whole.yaml", "methods/iw_sft.yaml").startswith(f"{iw_sft}:{line}: data.reference_log_prob")
 
 
-def test_duplicate_keys_in_several_files_are_all_reported(folder: Path) -> None:
-    write(folder / "a.yaml", "run:\n  seed: 1\n  seed: 2\n")
-    write(folder / "b.yaml", "base: [whole.yaml, a.yaml, a.yaml]\nlora: null\nlora: null\n")
-    assert sorted(find_problems("b.yaml")) == [  # a.yaml is read twice and reported once
-        "a.yaml:3: run.seed: found a second time (first in line 2); expected once",
-        "b.yaml:3: lora: found a second time (first in line 2); expected once",
+def test_a_base_that_cannot_be_read_is_refused_at_its_place(folder: Path) -> None:
+    write(folder / "no_yaml.yaml", "run: [\n")
+    write(folder / "empty.yaml", "")
+    write(folder / "itself.yaml", {"base": "../mine.yaml"})
+    (folder / "link.yaml").symlink_to("mine.yaml")
+    for base, place in {
+        "3": "mine.yaml:2: base: found 3; expected a file name",
+        "null": "mine.yaml:2: base: found null",
+        "[whole.yaml, 3]": "mine.yaml:2: base: found [",
+        "['']": "mine.yaml:2: base: found [",
+        "gone.yaml": "mine.yaml:2: base: gone.yaml: found no such file",
+        "no_yaml.yaml": "no_yaml.yaml:2:1: found no YAML",
+        "empty.yaml": "empty.yaml: found null; expected a recipe",
+        "./mine.yaml": "mine.yaml:2: base: ./mine.yaml: found a cycle of bases (mine.yaml -> mine.yaml)",
+        "link.yaml": "mine.yaml:2: base: link.yaml: found a cycle of bases (mine.yaml -> link.yaml)",
+    }.items():
+        write(folder / "mine.yaml", f"run: {{seed: 1}}\nbase: {base}\n")
+        assert find_problem("mine.yaml").startswith(place)
+    write(folder / "deep" / "b.yaml", {"base": ["nowhere.yaml", "../mine.yaml"]})
+    write(folder / "mine.yaml", {"base": ["deep/b.yaml", "deep/b.yaml", "gone"]})
+    assert [problem.partition(" found ")[0] for problem in find_problems("mine.yaml", "no_yaml.yaml", "run.seed")] == [
+        "deep/b.yaml:1: base: nowhere.yaml:",  # each file is reported once
+        "deep/b.yaml:1: base: ../mine.yaml:",
+        "mine.yaml:1: base: gone:",
+        "no_yaml.yaml:2:1:",
+        "override run.seed:",  # but not the keys that the files would set
     ]
-
-
-def test_a_base_that_is_no_file_name_is_refused(folder: Path) -> None:
-    for base in (3, None, {"a": 1}, ["whole.yaml", 3], [""], ""):
-        write(folder / "mine.yaml", {"run": {"seed": 1}, "base": base})
-        problem = find_problem("mine.yaml")
-        assert problem.startswith("mine.yaml:3: base: found ")
-        assert problem.endswith("; expected a file name, or a list of file names")
-    assert find_problem("whole.yaml", "base=methods/dft.yaml") == (
-        'override base=methods/dft.yaml: base: found "methods/dft.yaml"; expected the name of the file alone, FILE.yaml'
-    )
-
-
-def test_missing_files_are_reported_together_without_the_keys_they_would_set(folder: Path) -> None:
-    write(folder / "deep" / "b.yaml", {"base": ["nowhere.yaml", "../whole.yml"]})
-    write(folder / "mine.yaml", "run: {seed: 1}\nbase:\n- deep/b.yaml\n- gone.yaml\n")
-    first, second, third, override = find_problems("mine.yaml", "run.seed")
-    assert first == (
-        "deep/b.yaml:1: base: nowhere.yaml: found no such file; expected a recipe file (YAML); tried "
-        f"{folder}/deep/nowhere.yaml, {SHIPPED_RECIPES}/nowhere.yaml"
-    )
-    assert second.startswith("deep/b.yaml:1: base: ../whole.yml: found no such file")
-    assert third.startswith("mine.yaml:2: base: gone.yaml: found no such file")
-    assert override.startswith("override run.seed: ")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_missing_files_are_reported_together_without_the_keys_they_would_set(fol
         ("dft.yaml", "methods/dft.yaml"),  # the right name, without its folder
         ("preset/paper.yaml", "presets/paper.yaml"),
         ("hwole.yaml", "whole.yaml"),  # in the working directory
-        ("launch_scripts/recipes/qwen3_4b_math_lroa.yaml", "qwen3_4b_math_lora.yaml"),
+        ("launch_scripts/recipes/qwen3_4b_code_fulll.yaml", "qwen3_4b_code_full.yaml"),
         ("methods/dtf", "methods/dft"),
         ("dft", "methods/dft"),
         ("seed", "run.seed=VALUE"),
@@ -267,8 +269,7 @@ def test_a_misspelt_word_gets_the_nearest_name(folder: Path, word: str, hint: st
         return
     write(folder / "mine.yaml", {"base": ["whole.yaml", word]})
     for place, found in (("", problem), ("", find_problem(word)), ("mine.yaml:1: base: ", find_problem("mine.yaml"))):
-        assert found.startswith(f"{place}{word}: found no such file; expected ")
-        assert f'tried {folder / word}, {SHIPPED_RECIPES / word}; did you mean "{hint}"' in found
+        assert found.startswith(f"{place}{word}: found no such file; expected ") and found.endswith(ending)
 
 
 def test_the_ending_yaml_may_be_left_out(folder: Path) -> None:
@@ -280,32 +281,6 @@ def test_the_ending_yaml_may_be_left_out(folder: Path) -> None:
         (["mine", "methods/dft", "run.seed=1"], ["mine.yaml", "methods/dft.yaml", "run.seed=1"]),
     ):
         assert load_recipe(short[0], short[1:]) == load_recipe(full[0], full[1:])
-    problem = find_problem("qwen3_1.7b_math_lroa")
-    assert problem.startswith("qwen3_1.7b_math_lroa: found no such file; expected a recipe file (YAML); tried ")
-    assert '; did you mean "qwen3_1.7b_math_lora" or "paper/qwen3_1.7b_math_lora"' in problem
-
-
-def test_a_cycle_of_bases_is_refused_with_its_chain(folder: Path) -> None:
-    for names in (["0.yaml"], ["0.yaml", "1.yaml", "2.yaml"]):
-        for name, base in zip(names, [*names[1:], names[0]], strict=True):
-            write(folder / name, {"base": ["whole.yaml", f"./{base}"]})
-        assert find_problem("0.yaml") == (
-            f'{names[-1]}:1: base: found "./0.yaml", which is based on itself ({" -> ".join([*names, "0.yaml"])}); '
-            "expected no cycle of bases"
-        )
-    write(folder / "a.yaml", {"base": "link.yaml"})
-    (folder / "link.yaml").symlink_to(folder / "a.yaml")
-    assert "which is based on itself" in find_problem("a.yaml")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("run: [\n", "part.yaml:2:1: cannot be read as YAML"), ("", "part.yaml: found nothing; expected sections")],
-)
-def test_a_base_or_fragment_that_is_no_recipe_is_refused(folder: Path, content: str, words: str) -> None:
-    write(folder / "part.yaml", content)
-    write(folder / "mine.yaml", {"base": ["whole.yaml", "part.yaml"]})
-    assert words in find_problem("mine.yaml") and words in find_problem("whole.yaml", "part.yaml")
 
 
 # ---------------------------------------------------------------- the commands
@@ -331,15 +306,7 @@ def test_a_launch_script_passes_fragments_on(folder: Path, capsys: pytest.Captur
 
     assert launch("whole.yaml", ["--local_rank=0", "methods/sft.yaml", "run.seed=3"], before=before) == 2
     assert seen == ["methods/sft.yaml", "run.seed=3"]
-    assert "method.temperature: found 1 together with method.name sft" in capsys.readouterr().err
-
-
-def test_the_quickstart_keeps_what_a_fragment_or_an_override_chose(folder: Path) -> None:
-    additions = {"model.path": "m", "data.train_path": "t", "batch.global_size": 9, "run.output_dir": "o"}
-    write(folder / "mine.yaml", {"data": {"train_path": "mine.jsonl"}})
-    words = ["mine.yaml", "batch.global_size=8"]
-    assert without_chosen(additions, load_recipe(QUICKSTART, words), words) == ["model.path=m", "run.output_dir=o"]
-    assert len(without_chosen(additions, load_recipe(QUICKSTART), [])) == 4
+    assert "method.temperature: found 1.0 together with method.name sft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("checkout", ["/src/vcore_ds", "/my #1 repo", "/a: b", "/[x]"])
@@ -347,17 +314,11 @@ def test_the_quickstart_runs_in_any_checkout(checkout: str, monkeypatch: pytest.
     monkeypatch.setattr(session, "DATA", data := Path(checkout, "runs", "quickstart_data"))
     recipe, pool = load_with_additions(["presets/trusted.yaml", "data.trusted_share=0.25"])
     assert recipe.data.probe_path == str(data / "trusted.jsonl") and len(pool) == 1
-    assert (
-        load_with_additions([])[1]
-        == []
-        == load_with_additions(["presets/trusted.yaml", "data.probe_path=mine.jsonl"])[1]
-    )
+    for words in ([], ["presets/trusted.yaml", "data.probe_path=mine.jsonl"]):
+        assert load_with_additions(words)[1] == []
     with pytest.raises(RecipeError, match="run.seeed"):
         load_with_additions(["run.seeed=1", "presets/trusted.yaml"])
-    values = {"data.train_path": str(data / "train.jsonl"), "data.validation_path": {"correct": str(data / "a.jsonl")}}
     assert load_with_additions(["schedule.num_epochs=2"])[0].schedule.num_epochs == 2  # alone, instead of the steps
-    loaded = load_recipe(QUICKSTART, [*pool, *without_chosen(values, load_recipe(QUICKSTART), [])]).data
-    assert {"data.train_path": loaded.train_path, "data.validation_path": loaded.validation_path} == values
 
 
 def test_the_quickstart_trains_on_a_users_file(
@@ -367,36 +328,35 @@ def test_the_quickstart_trains_on_a_users_file(
     monkeypatch.setattr(session, "DATA", folder / "data")
     monkeypatch.setattr(session, "REPOSITORY", folder)
     rows = [json.dumps({"messages": [{"role": "user", "content": str(i)}]}) for i in range(40)]
+    mine = folder / "mine.json"
+    write(folder / "mine.yaml", {"data": {"train_path": str(mine)}})
 
     def load(*given: str) -> Recipe:
         words = ["model.path=m", *given]
         recipe, added = load_with_additions(words)
         return load_recipe(QUICKSTART, [*words, *added, *prepare_files(recipe, words)])
 
-    for name, text in {
-        "mine.jsonl": "\n".join([rows[0], "", *rows[1:]]) + "\n",
-        "mine.json": json.dumps([json.loads(row) for row in rows]),
-    }.items():
-        (folder / name).write_text(text)
-        made = load(f"data.train_path={folder / name}")
+    jsonl = "\n".join([rows[0], "", *rows[1:]]) + "\n"
+    for path, text in {mine.with_suffix(".jsonl"): jsonl, mine: json.dumps([json.loads(row) for row in rows])}.items():
+        path.write_text(text)
+        made = load("mine.yaml") if path == mine else load(f"data.train_path={path}")
         assert (made.schedule.num_steps, made.schedule.num_epochs) == (None, 1)
         assert made.data.cutoff_length == session.OWN_CUTOFF_LENGTH > load_recipe(QUICKSTART).data.cutoff_length
-        training, held_out = (
-            Path(path).read_text().split("\n") for path in (made.data.train_path, made.data.validation_path)
-        )
-        lines = text.split("\n") if name.endswith("l") else rows
+        copies = made.data.train_path, made.data.validation_path
+        training, held_out = (Path(copy).read_text().split("\n") for copy in copies)
+        lines = rows if path == mine else text.split("\n")
         assert [trained or held for trained, held in zip(training, held_out, strict=True)] == lines
         assert sum(map(bool, held_out)) == 4 and sum(map(bool, training)) == 36
         assert "40 rows, 4 of them held out" in capsys.readouterr().out
     before = Path(made.data.train_path).stat()
-    chosen = load(f"data.train_path={folder / name}", "schedule.num_steps=8", "data.cutoff_length=99")
+    chosen = load("mine.yaml", "schedule.num_steps=8", "data.cutoff_length=99")
     assert Path(made.data.train_path).stat() == before  # so that its token store is found again
     assert (chosen.schedule.num_steps, chosen.data.cutoff_length) == (8, 99)
-    mine = load(f"data.train_path={folder / name}", "data.validation_path=null", "schedule.num_epochs=3")
-    assert (mine.data.validation_path, mine.data.train_path) == (None, str(folder / name))
-    assert (mine.schedule.num_steps, mine.schedule.num_epochs) == (None, 3)
+    epochs = load("mine.yaml", "data.validation_path=null", "schedule.num_epochs=3")
+    assert (epochs.schedule.num_steps, epochs.schedule.num_epochs) == (None, 3)
+    scored = load("mine.yaml", "data.keep.scores=s", "data.keep.top=0.5")
+    assert epochs.data.train_path == scored.data.train_path == str(mine)  # not divided
+    assert epochs.data.validation_path is scored.data.validation_path is None
     assert load(f"data.train_path={folder}").data.validation_path is None
-    scored = load(f"data.train_path={folder / name}", "data.keep.scores=s", "data.keep.top=0.5").data
-    assert (scored.train_path, scored.validation_path) == (str(folder / name), None)
     with pytest.raises(UserError, match=r"typo\.jsonl: there is no such file"):
         load(f"data.train_path={folder / 'typo.jsonl'}")

@@ -143,7 +143,7 @@ def test_memory_efficient_linear_is_free_without_forward_mode(tmp_path: Path) ->
         ('{"a": 1,\n  b}', r"ds\.json: found .*line 2 column 3"),
         ("[1]", r"found \[1\]; expected a JSON object"),
         ('{"a": {"b": 1, "b": 2}}', "found b twice in one object"),
-        (None, r"ds\.json: found no such file"),
+        (None, r"ds\.json: cannot be read: No such file"),
     ],
 )
 def test_a_file_that_is_no_deepspeed_json_is_refused(tmp_path: Path, text: str | None, words: str) -> None:

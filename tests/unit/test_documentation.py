@@ -1,16 +1,17 @@
 """Documented commands work, and every file, function and recipe key that the documentation names exists."""
 
-import importlib
-import inspect
-import pkgutil
+import functools
 import re
 import shlex
+from datetime import date
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
-from tests.unit.test_layers import LEVELS, PACKAGE
+import vcore_ds
+from tests.unit.test_layers import ARCHITECTURE, LEVELS, PACKAGE
 from vcore_ds.commands.cli import main, parse
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import load_recipe
@@ -114,7 +115,6 @@ def test_recipes_that_the_documentation_names_exist() -> None:
 
 ROOTS = [REPOSITORY, PACKAGE, REPOSITORY / "tests", REPOSITORY / "docs", REPOSITORY / "launch_scripts"]
 """Folders below which the documentation names files, the nearest root being understood."""
-PARTS = {part for level in LEVELS for part in level}
 DECISIONS = REPOSITORY / "docs" / "decisions.md"
 DATED = [REPOSITORY / "CHANGELOG.md", DECISIONS, *DECISIONS.with_suffix("").glob("*.md")]
 CURRENT = [document for document in DOCUMENTS if document not in DATED]
@@ -131,43 +131,19 @@ def is_there(name: str) -> bool:
     return any((root / name).exists() for root in ROOTS)
 
 
-def resolves(name: str) -> bool:
-    """Whether `part.attribute...` exists: in the package, in a file of that part, or in a public class there
-    (`engine.backward`)."""
-    part, *attributes = name.split(".")
-    module = importlib.import_module(f"vcore_ds.{part}")
-    files = [
-        importlib.import_module(module_info.name)
-        for module_info in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
-    ]
-    owners = [module, *files]
-    owners += [
-        value
-        for owner in files
-        for _, value in inspect.getmembers(owner, inspect.isclass)
-        if value.__module__ == owner.__name__
-    ]
-    return any(has_attributes(owner, attributes) for owner in owners)
-
-
-def has_attributes(owner: object, attributes: list[str]) -> bool:
-    for attribute in attributes:
-        if not hasattr(owner, attribute) and hasattr(owner, "__path__"):
-            try:
-                importlib.import_module(f"{owner.__name__}.{attribute}")
-            except ModuleNotFoundError:
-                return False
-        if not hasattr(owner, attribute):
-            return False
-        owner = getattr(owner, attribute)
-    return True
+@functools.cache
+def is_defined(package: str, name: str) -> bool:
+    """Whether a package has a file, function, class, variable or attribute of this name."""
+    definition = re.compile(rf"^\s*(?:(?:def|class) {name}\b|(?:self\.)?{name}\b[^\n()]*[:=])", re.MULTILINE)
+    files = list((PACKAGE / package).rglob("*.py"))
+    return any(file.stem == name or file.parent.name == name or definition.search(file.read_text()) for file in files)
 
 
 def find_missing_names(document: Path) -> tuple[list[str], int]:
     """(names that lead nowhere, how many were looked up) of the paths and dotted names of a page.
 
     A path counts where it ends in .py or .md, or begins with a folder of ours; a dotted name where it begins with a
-    part of the package. Recipe keys look like the latter (`data.train_path`, `engine.timeout_minutes`).
+    package of ours. Recipe keys look like the latter (`data.train_path`, `engine.timeout_minutes`).
     """
     num_checked, missing = 0, []
     for words in read_inline_code(document):
@@ -179,11 +155,11 @@ def find_missing_names(document: Path) -> tuple[list[str], int]:
                 missing += [words] * (not is_there(words.partition("::")[0]))
             continue
         dotted = re.match(r"(?:vcore_ds\.)?(\w+(?:\.\w+)+)", words)
-        if dotted and dotted[1].split(".")[0] in PARTS:
-            section, key = dotted[1].split(".")[:2]
+        if dotted and dotted[1].split(".")[0] in LEVELS:
+            section, *names = dotted[1].split(".")
             num_checked += 1
-            is_key = section in SECTIONS and key in SECTIONS[section].key_names()
-            missing += [words] * (not is_key and not resolves(dotted[1]))
+            is_key = section in SECTIONS and names[0] in SECTIONS[section].key_names()
+            missing += [words] * (not is_key and not all(is_defined(section, name) for name in names))
     return missing, num_checked
 
 
@@ -199,64 +175,44 @@ def test_pages_that_the_package_names_exist() -> None:
     assert len(named) > 5 and [name for name in named if not (REPOSITORY / name).is_file()] == []
 
 
-def test_links_lead_to_existing_files() -> None:
-    links = [
-        (document, target)
-        for document in DOCUMENTS
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", document.read_text())
-        if "://" not in target
-    ]
-    assert len(links) > 30
-    broken = [f"{document.name}: {target}" for document, target in links if not (document.parent / target).exists()]
-    assert not broken
-
-
-def test_the_index_lists_every_page() -> None:
-    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"index.md"}
-    listed = re.findall(r"^\| \[([\w.-]+)\]\(([\w.-]+)\) \|", (REPOSITORY / "docs/index.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted((name, name) for name in pages)
-
-
-def test_the_page_of_decisions_lists_every_topic() -> None:
-    topics = {path.name for path in DECISIONS.with_suffix("").glob("*.md")}
-    listed = re.findall(r"^\| \[([\w.-]+)\]\(decisions/([\w.-]+)\) \|", DECISIONS.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted((name, name) for name in topics)
-
-
-def test_anchors_of_links_are_headings() -> None:
-    """GitHub's rule: lower case, punctuation dropped, a hyphen for each space."""
-    broken = []
+def test_links_lead_to_existing_files_and_headings() -> None:
+    """Anchors by GitHub's rule: lower case, punctuation dropped, a hyphen for each space."""
+    num_links, broken = 0, []
     for document in DOCUMENTS:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([\w-]+)\)", document.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", document.read_text()):
+            if "://" in target or not (target or anchor):
+                continue
+            num_links += 1
             page = document.parent / target if target else document
-            headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE) if anchor and page.is_file() else []
             anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            broken += [f"{document.name}: {target}#{anchor}"] * (anchor not in anchors)
-    assert not broken
+            if not page.exists() or (anchor and anchor not in anchors):
+                broken.append(f"{document.name}: {target}#{anchor}")
+    assert num_links > 30 and not broken
 
 
-ROOM_LINE = re.compile(r"^\| (\d) \| ((?:`\w+(?:/|\.py)`(?:, )?)+) \|", re.MULTILINE)
-INNER_FOLDER_LINE = re.compile(r"^\| `(\w+/\w+)/` \|", re.MULTILINE)
+@pytest.mark.parametrize("index", [REPOSITORY / "docs" / "index.md", DECISIONS], ids=lambda path: path.stem)
+def test_an_index_lists_every_page(index: Path) -> None:
+    folder = DECISIONS.with_suffix("") if index == DECISIONS else index.parent
+    listed = re.findall(r"^\| \[([\w.-]+)\]\((?:decisions/)?([\w.-]+)\) \|", index.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted((path.name, path.name) for path in folder.glob("*.md") if path != index)
 
 
-def read_rooms() -> list[tuple[int, str]]:
-    """(level, room) of each line of the table in docs/architecture.md, in its order."""
-    lines = ROOM_LINE.findall((REPOSITORY / "docs" / "architecture.md").read_text())
-    return [(int(level), room) for level, names in lines for room in re.findall(r"`(\w+)", names)]
-
-
-def test_the_architecture_draws_every_room_on_its_level() -> None:
-    rooms = read_rooms()
-    assert sorted(rooms) == sorted((level, room) for level, rooms in enumerate(LEVELS) for room in rooms)
-    assert [level for level, _ in rooms] == sorted((level for level, _ in rooms), reverse=True)
+def test_the_newest_release_is_the_version() -> None:
+    first, *headings = re.findall(r"^## (.*)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    releases = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - (\d{4}-\d\d-\d\d)", heading) for heading in headings]
+    assert first == "[Unreleased]" and all(releases)  # every heading has that form
+    version = Version(vcore_ds.__version__)
+    numbers = [tuple(map(int, release.groups()[:3])) for release in releases if release]
+    days = [date.fromisoformat(release[4]) for release in releases if release]
+    assert version.release > numbers[0] if version.is_devrelease else version.release == numbers[0]
+    assert numbers == sorted(set(numbers), reverse=True) and days == sorted(days, reverse=True)
 
 
 def test_the_architecture_describes_every_folder() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
-    inner = INNER_FOLDER_LINE.findall(page.partition("| folder in a package |")[2].partition("\n\n")[0])
-    assert sorted([*(room for _, room in read_rooms()), *inner]) == sorted(folders | modules)
+    inner = re.findall(r"^\| `(\w+/\w+)/` \|", ARCHITECTURE, re.MULTILINE)
+    assert sorted([*LEVELS, *inner]) == sorted(folders)
 
 
 def find_long_lines(text: str) -> list[str]:

@@ -27,7 +27,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import RANK_VARIABLES, Sampling, after_training, choose_sampling
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
-from vcore_ds.config.files import SHIPPED_RECIPES
+from vcore_ds.config.load import SHIPPED_RECIPES
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples

@@ -15,8 +15,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.prediction import plan_run
 from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.config.resume import differing_keys
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
 from vcore_ds.planning.batch_plan import find_other_expert_sizes, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config

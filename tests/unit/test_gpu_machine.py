@@ -71,33 +71,23 @@ def test_processes_of_tests_see_no_gpu() -> None:
     assert done.stdout.strip() == "['', 'cpu']"
 
 
-@pytest.mark.parametrize(("bound", "num_threads"), [(16, 4), (4, 4), (2, 2)])
-def test_a_rank_bound_to_the_cores_of_its_gpu_has_its_share_of_the_node(
-    bound: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node has 32 cores for 8 ranks, and the launcher may use all of them."""
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    chosen: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(bound if process == 0 else 32)))
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    process_group.share_cores_among_ranks()
-    assert chosen == [num_threads]
-
-
 @pytest.mark.parametrize(
-    ("on_gpu", "variables", "num_threads"),
+    ("on_gpu", "num_cores", "variables", "num_threads"),
     [
-        (True, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run"}, 4),  # torchrun's own choice
-        (True, {}, 4),
-        (True, {"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "run"}, None),
-        (True, {"OMP_NUM_THREADS": "1"}, None),
-        (False, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run"}, None),
-        (False, {}, 4),
+        # A node has 32 cores for 8 ranks, all of which the launcher may use; a rank is bound to those of its GPU.
+        (False, 16, {}, 4),
+        (False, 4, {}, 4),
+        (False, 2, {}, 2),
+        # An optimizer offloaded from a GPU has its share of the cores.
+        (True, 32, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run"}, 4),  # torchrun's own choice
+        (True, 32, {}, 4),
+        (True, 32, {"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "run"}, None),
+        (True, 32, {"OMP_NUM_THREADS": "1"}, None),
+        (False, 32, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "run"}, None),
     ],
 )
-def test_an_optimizer_offloaded_from_a_gpu_has_its_share_of_the_cores(
-    on_gpu: bool, variables: dict[str, str], num_threads: int | None, monkeypatch: pytest.MonkeyPatch
+def test_ranks_share_the_cores_of_their_node(
+    on_gpu: bool, num_cores: int, variables: dict[str, str], num_threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -105,7 +95,7 @@ def test_an_optimizer_offloaded_from_a_gpu_has_its_share_of_the_cores(
         monkeypatch.setenv(name, value)
     chosen: list[int] = []
     monkeypatch.setattr(process_group, "uses_gpu", lambda: on_gpu)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores if process == 0 else 32)))
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     process_group.share_cores_among_ranks()
     assert chosen == ([] if num_threads is None else [num_threads])
@@ -116,14 +106,8 @@ def test_supervised_tokens_are_selected_without_asking_the_device() -> None:
     hidden = torch.randn(2, 5, 3)
     targets = torch.tensor([[7, IGNORED_LABEL, 3, 4, IGNORED_LABEL], [IGNORED_LABEL, IGNORED_LABEL, 1, 2, 0]])
     supervised, supervised_targets = supervised_tokens(hidden, targets)
-    assert torch.equal(supervised, hidden[targets != IGNORED_LABEL]) and supervised_targets.tolist() == [
-        7,
-        3,
-        4,
-        1,
-        2,
-        0,
-    ]
+    assert torch.equal(supervised, hidden[targets != IGNORED_LABEL])
+    assert supervised_targets.tolist() == [7, 3, 4, 1, 2, 0]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(hidden)
     assert supervised_tokens(fake, targets)[0].shape == (6, 3)
@@ -142,8 +126,5 @@ def test_copies_to_a_gpu_use_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_requirement_replaces_the_torch_of_an_image() -> None:
     """torch's wheels for GPUs name their triton exactly: another one brings another torch."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    listed = [
-        *project["dependencies"],
-        *(name for names in project["optional-dependencies"].values() for name in names),
-    ]
+    listed = sum(project["optional-dependencies"].values(), project["dependencies"])
     assert not [name for name in listed if re.match(r"(torch|triton|transformers)==", name)]

@@ -14,7 +14,7 @@ import pytest
 from tests.gpu.comparison import compare_devices
 from tests.gpu.node.session import choose_num_ranks, make_parts
 from tests.gpu.parts import PARTS, RESULTS, Part
-from tests.gpu.session import REPOSITORY, Run, Session, choose_parts, drop_passed, kill_with_children, make_environment
+from tests.gpu.session import REPOSITORY, Run, Session, choose_parts, kill_with_children, make_environment
 
 WHERE = {"commit": "0123456789ab", "device": "1 x a GPU", "date": "2026-11-27"}
 
@@ -61,12 +61,16 @@ def session(output: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
     return run(parts, output)
 
 
-def test_each_part_ends_as_it_should(session: Session) -> None:
+def test_each_part_ends_as_it_should_and_is_in_the_summary(session: Session, output: Path) -> None:
     assert states(session) == {
         "gate": "passed", "works": "passed", "fails": "failed (3)", "hangs": "stopped", "skips": "skipped",
         "long": "no time (10000 s needed)", "short": "passed",
     }  # fmt: skip
     assert not session.has_passed()
+    summary = (output / "summary.md").read_text()
+    assert "| a | b |" in summary and "why" in summary and "ok short" in summary and WHERE["device"] in summary
+    assert json.loads((output / "summary.json").read_text())["parts"]["fails"] == "failed (3)"
+    assert (output / "logs" / "fails.log").read_text() == "why\n" and (output / "results" / "works").is_dir()
 
 
 def test_a_stopped_part_prints_its_stacks_and_leaves_no_process() -> None:
@@ -89,13 +93,6 @@ def test_a_stopped_part_prints_its_stacks_and_leaves_no_process() -> None:
     assert b"in wait_for_ever" in process.stdout.read()
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
     process.stdout.close()
-
-
-def test_the_output_has_a_summary_logs_and_results(session: Session, output: Path) -> None:
-    summary = (output / "summary.md").read_text()
-    assert "| a | b |" in summary and "why" in summary and WHERE["device"] in summary
-    assert json.loads((output / "summary.json").read_text())["parts"]["fails"] == "failed (3)"
-    assert (output / "logs" / "fails.log").read_text() == "why\n" and (output / "results" / "works").is_dir()
 
 
 def test_nothing_follows_a_failed_gate(tmp_path: Path) -> None:
@@ -124,26 +121,11 @@ def test_the_deadline_stops_what_runs(tmp_path: Path) -> None:
     assert states(session) == {"hangs": "stopped"}
 
 
-def test_passed_parts_are_kept_on_the_same_known_commit_alone(tmp_path: Path) -> None:
-    parts = [python("gate", "", is_gate=True), python("works", ""), python("fails", "")]
-    outcome = {"parts": {"gate": "passed", "works": "passed", "fails": "skipped"}, "failed comparisons": []}
-    (tmp_path / "summary.json").write_text(json.dumps(WHERE | outcome))
-
-    def kept(**changes: str) -> list[str]:
-        return [part.name for part in drop_passed(parts, tmp_path, WHERE | changes)]
-
-    assert kept() == ["gate", "fails"]
-    assert kept(commit="0123456789ac") == kept(device="no GPU") == ["gate", "works", "fails"]
-    for commit in ("", "0123456789ab+"):
-        (tmp_path / "summary.json").write_text(json.dumps(WHERE | {"commit": commit} | outcome))
-        assert kept(commit=commit) == ["gate", "works", "fails"]
-
-
 def test_parts_are_chosen_by_their_beginning_and_by_gpus() -> None:
     names = [part.name for part in choose_parts(PARTS, ["steps", "kernel_rest"], 1)]
     assert names == ["packages", "steps_0", "steps_1", "steps_cpu_0", "kernel_rest"]
     default = {part.name for part in choose_parts(PARTS, [], 1)}
-    assert "speed_8b" in default and not default & {"pretrained", "gathers", "calibrate", "speed_1.7b"}
+    assert "speed_8b" in default and not default & {"gathers", "calibrate", "speed_1.7b"}
     with pytest.raises(SystemExit, match="no part kernels"):
         choose_parts(PARTS, ["kernels"], 1)
 

@@ -37,32 +37,20 @@ def test_uv_looks_where_pip_does(without_settings: Path, monkeypatch: pytest.Mon
     assert "UV_NO_INDEX" not in settings  # a setting of `pip wheel`, not of `pip install`
 
 
-@pytest.mark.parametrize("failing", ["pip install uv", "uv"])
-def test_pip_takes_over_where_uv_cannot(
+@pytest.mark.parametrize("failing", ["pip install uv", "uv", "nothing"])
+def test_pip_takes_over_where_uv_cannot_install_alone(
     failing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called = []
 
     def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        line = " ".join(map(str, words))
-        called.append(line)
-        fails = "--quiet uv" in line if failing == "pip install uv" else "-m uv" in line
+        called.append(" ".join(map(str, words)))
+        fails = {"pip install uv": "--quiet uv", "uv": "-m uv", "nothing": "\0"}[failing] in called[-1]
         return subprocess.CompletedProcess(words, int(fails), stdout="")
 
     monkeypatch.setattr(subprocess, "run", run)
     assert install.main(["--no-deps", "a==1"]) == 0
-    assert called[-1].endswith("-m pip --disable-pip-version-check install --no-deps a==1")
-    assert any("-m uv pip install" in line for line in called) == (failing == "uv")
-    assert "pip takes over" in capsys.readouterr().out
-
-
-def test_uv_installs_alone_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-
-    def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        called.append(" ".join(map(str, words)))
-        return subprocess.CompletedProcess(words, 0, stdout="")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert install.main(["a==1"]) == 0
-    assert "-m uv pip install" in called[-1] and called[-1].endswith("a==1")
+    tool = "-m uv pip install" if failing == "nothing" else "-m pip --disable-pip-version-check install"
+    assert tool in called[-1] and called[-1].endswith("--no-deps a==1")
+    assert any("-m uv pip install" in line for line in called) == (failing != "pip install uv")
+    assert ("pip takes over" in capsys.readouterr().out) == (failing != "nothing")

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from vcore_ds.commands.cli import main
-from vcore_ds.config.files import SHIPPED_RECIPES, parse_yaml
+from vcore_ds.config.load import SHIPPED_RECIPES, parse_yaml
 from vcore_ds.config.problems import recipe_keys
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS
 
@@ -23,31 +23,9 @@ def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_key_is_described() -> None:
     keys = recipe_keys()
-    assert [key.dotted for key in keys if key.dotted.count(".") == 1] == [
-        f"{name}.{key}" for name, kind in SECTIONS.items() for key in kind.key_names()
-    ]
-    assert {key.dotted for key in keys if key.dotted.count(".") == 2} == {
-        f"{section}.{name}.{key}" for (section, name), kind in SUBSECTIONS.items() for key in kind.key_names()
-    }
-    assert all(len(key.meaning) > 10 and key.meaning.endswith((".", "}.")) for key in keys)
-
-
-def test_values_and_defaults_in_words() -> None:
-    keys = {key.dotted: (key.values, key.default) for key in recipe_keys()}
-    for name, words in {
-        "method.name": ("vcore, sft, dft, asft, eaft, deft, profit, iw_sft, random or stored", "vcore"),
-        "method.keep_share": ("a number above 0 and at most 1", "0.2"),
-        "utility.epsilon": ("a number above 0, auto or null", "null"),
-        "batch.global_size": ("a whole number of at least 1", "32"),
-        "optimizer.betas": ("[a number of at least 0 and below 1, a number of at least 0 and below 1]", "[0.9, 0.999]"),
-        "optimizer.learning_rate": ("a number above 0", None),
-        "data.validation_path": ("text, {NAME: text, ...} or null", "null"),
-        "track.tags": ("a list of text", "[]"),
-        "data.keep": ("a section or null", "null"),
-        "data.keep.above": ("a number or null", "null"),
-        "engine.memory_check": ("true or false", "true"),
-    }.items():
-        assert keys[name] == words
+    kinds = SECTIONS | {".".join(names): k for names, k in SUBSECTIONS.items()}
+    assert keys.keys() == {f"{name}.{key}" for name, kind in kinds.items() for key in kind.key_names()}
+    assert all(len(key.meaning) > 10 and key.meaning.endswith((".", "}.")) for key in keys.values())
 
 
 def test_sections_and_keys_are_looked_up_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +66,8 @@ def test_the_json_schema_has_every_key_with_default_and_meaning(validator: jsons
         (reference,) = (branch["$ref"] for branch in node.get("anyOf", [node]) if "$ref" in branch)
         return schema["$defs"][reference.rpartition("/")[2]]["properties"]
 
-    for key in recipe_keys():
-        *sections, name = key.dotted.split(".")
+    for dotted, key in recipe_keys().items():
+        *sections, name = dotted.split(".")
         keys = schema["properties"]
         for section in sections:
             keys = find_properties(keys[section])
@@ -100,27 +78,18 @@ def test_the_json_schema_has_every_key_with_default_and_meaning(validator: jsons
 
 def test_every_shipped_file_follows_the_json_schema(validator: jsonschema.Draft7Validator) -> None:
     for path in SHIPPED_RECIPES.rglob("*.yaml"):
-        validator.validate(parse_yaml(path.read_text()).value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "lora: null",
-        "base: [presets/paper, mine.yaml]",
-        "method: {kl_budget: 1}",
-        "utility: {epsilon: auto}",
-        "data: {validation_path: {a_set: file.jsonl}, keep: {scores: folder, top: 0.5}}",
-        "optimizer: {betas: [0.9, 0.95]}",
-    ],
-)
-def test_the_json_schema_accepts_valid_values(validator: jsonschema.Draft7Validator, text: str) -> None:
-    assert validator.is_valid(parse_yaml(text).value)
+        validator.validate(parse_yaml(path.read_text())[0])
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
+        ("lora: null", None),
+        ("base: [presets/paper, mine.yaml]", None),
+        ("method: {kl_budget: 1}", None),
+        ("utility: {epsilon: auto}", None),
+        ("data: {validation_path: {a_set: file.jsonl}, keep: {scores: folder, top: 0.5}}", None),
+        ("optimizer: {betas: [0.9, 0.95]}", None),
         ("methods: {kl_budget: 1}", ""),
         ("method: {kl_bugdet: 1}", "method"),
         ("method: {kl_budget: 0}", "method.kl_budget"),
@@ -138,8 +107,8 @@ def test_the_json_schema_accepts_valid_values(validator: jsonschema.Draft7Valida
         ("base: 1", "base"),
     ],
 )
-def test_the_json_schema_rejects_a_wrong_value_at_its_place(
-    validator: jsonschema.Draft7Validator, text: str, place: str
+def test_the_json_schema_accepts_a_value_or_rejects_it_at_its_place(
+    validator: jsonschema.Draft7Validator, text: str, place: str | None
 ) -> None:
-    (error,) = validator.iter_errors(parse_yaml(text).value)
-    assert ".".join(map(str, error.path)) == place
+    errors = validator.iter_errors(parse_yaml(text)[0])
+    assert [".".join(map(str, error.path)) for error in errors] == [place] * (place is not None)

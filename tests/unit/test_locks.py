@@ -33,36 +33,25 @@ def holder(tmp_path: Path):
     process.wait()
 
 
-def test_a_second_job_is_refused(tmp_path: Path, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_refused_until_its_holder_is_killed(
+    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "WAIT_SECONDS", 0.5)
     said: list[str] = []
-    with pytest.raises(UserError, match="found another process using it"):
+    with pytest.raises(UserError, match="run.output_dir: .*found another process using it"):
         RunLock(tmp_path).acquire(said.append)
     assert len(said) == 1 and "another process is using it; waiting" in said[0]
-
-
-def test_a_second_job_gets_the_folder_when_the_first_is_killed(tmp_path: Path, holder) -> None:
-    holder.kill()
-    holder.wait()
-    said: list[str] = []
-    lock = RunLock(tmp_path)
-    lock.acquire(said.append)
-    assert said == []
-    lock.release()
-    again = RunLock(tmp_path)
-    again.acquire(said.append)
-    again.release()
-    assert said == []
-
-
-def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path, holder) -> None:
     with pytest.raises(UserError, match=f"--output: {tmp_path}: found another process writing into it"):
         lock_folder(tmp_path).__enter__()
     holder.kill()
     holder.wait()
-    for _ in range(2):  # the lock is free again after the block
-        with lock_folder(tmp_path):
+    for _ in range(2):  # the lock is free again after its release
+        lock = RunLock(tmp_path)
+        lock.acquire(said.append)
+        lock.release()
+        with lock_folder(tmp_path, said.append):
             assert (tmp_path / LOCK).exists()
+    assert len(said) == 1
 
 
 def test_work_goes_on_with_a_warning_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
-from vcore_ds.common import digests
+from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.models.model_identity import RULE, compute_model_digest
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[True, False], ids=["complete", "sampled"])
 def reads_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(paths, "WHOLE_BYTES", 0)
     return request.param
 
 
@@ -116,7 +116,7 @@ def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of several fused experts may differ, in the middle of a tensor."""
-    monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(paths, "WHOLE_BYTES", 0)
     (tmp_path / "config.json").write_text("{}")
     experts = torch.zeros(3, 1280, 1024)  # 5 MiB each
     found = set()

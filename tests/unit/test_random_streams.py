@@ -19,16 +19,14 @@ def test_streams_and_places_are_pairwise_different() -> None:
         assert first_numbers.setdefault(numbers, padded) == padded
 
 
-def test_a_stream_differs_from_another_stream_with_one_more_place() -> None:
+def test_streams_draw_what_they_drew_before_they_had_names() -> None:
     """The method random's mask, `[2, s, 0]`, and the fidelity command's draw, `[2, s]`, were once the same."""
-    mask = generator(Stream.RANDOM_MASK, 42, 0).random(4)
-    assert not np.array_equal(mask, generator(Stream.FIDELITY, 42).random(4))
-    assert np.array_equal(mask, np.random.default_rng([2, 42, 0]).random(4))
-
-
-def test_the_data_order_is_the_same_as_before_streams_had_names() -> None:
-    assert np.array_equal(generator(Stream.MAIN_ORDER, 42, 3).random(4), np.random.default_rng([0, 42, 3]).random(4))
-    assert np.array_equal(generator(Stream.PROBE, 42, 3).random(4), np.random.default_rng([1, 42, 3]).random(4))
+    for stream, place, entropy in (
+        (Stream.RANDOM_MASK, (0,), [2, 42, 0]),
+        (Stream.MAIN_ORDER, (3,), [0, 42, 3]),
+        (Stream.PROBE, (3,), [1, 42, 3]),
+    ):
+        assert np.array_equal(generator(stream, 42, *place).random(4), np.random.default_rng(entropy).random(4))
 
 
 def test_a_seed_for_torch_fits_into_its_generator() -> None:

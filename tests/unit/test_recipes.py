@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.recipes import find_problem, find_problems
+from tests.helpers.recipes import find_problem, find_problems, smallest_recipe
 from vcore_ds.commands.plan.prediction import find_model
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import dump_recipe, load_recipe
@@ -102,14 +102,8 @@ def find_recipe_kinds() -> list[Path]:
     kinds: dict[str, Path] = {}
     for path in RECIPES:
         recipe = load(path)
-        kind = (
-            read_method(recipe),
-            recipe.lora is None,
-            recipe.parallel,
-            recipe.data.probe_path,
-            recipe.batch.global_size,
-        )
-        kinds.setdefault(repr(kind), path)
+        rest = recipe.lora is None, recipe.parallel, recipe.data.probe_path, recipe.batch.global_size
+        kinds.setdefault(repr((read_method(recipe), rest)), path)
     return list(kinds.values())
 
 
@@ -132,39 +126,32 @@ def test_the_trusted_preset_asks_for_the_pool() -> None:
         assert plan.num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
 
 
+def remedy(path: Path, words: list[str], key: str, *remedies: str) -> None:
+    """Add the remedies of a refused key, which problems name, to the words."""
+    assert any(f": {key}: found " in problem for problem in find_problems(path, *words))
+    words += remedies
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_remedy(name: str) -> None:
     for path, presets in product(find_recipe_kinds(), ([], *map(make_preset_words, PRESETS))):
-        words = [*presets, f"methods/{name}.yaml"]
-        shares_batch = "presets/trusted.yaml" in presets and name in ("random", "iw_sft", "stored")
-        if shares_batch:
-            problem = find_problems(path, *words)[0]
-            assert f"data.trusted_share: found 0.2 together with method.name {name}; expected 0" in problem
-            words.append("data.trusted_share=0.0")  # the remedy
-        if name == "iw_sft" and load(path).lora is None:
-            problem = find_problem(path, *words)
-            assert "methods/iw_sft.yaml:" in problem and "data.reference_log_probabilities: found null" in problem
-            assert "expected the file that `vcore-ds reference RECIPE --output FILE` writes before training" in problem
-            words.append("data.reference_log_probabilities=reference.npz")  # the remedy
-        changed = {"method", "data"} if name in ("iw_sft", "stored") or shares_batch else {"method"}
-        if name == "asft" and load(path).lora is None:
-            assert "lora: found null together with method.name asft; expected LoRA adapters" in find_problem(
-                path, *words
-            )
-            words += ["lora.rank=4", "lora.alpha=8"]  # the remedy
-            changed |= {"lora"}
-            if load(path).model.provider == "megatron":
-                assert "model.provider: found megatron together with lora.rank 4" in find_problem(path, *words)
-                words += ["model.provider=huggingface", "parallel.tensor=1"]  # the remedy
-                changed |= {"model", "parallel"}
+        words, shipped = [*presets, f"methods/{name}.yaml"], load(path)
+        if "presets/trusted.yaml" in presets and name in ("random", "iw_sft", "stored"):
+            remedy(path, words, "data.trusted_share", "data.trusted_share=0.0")
+        if name == "iw_sft" and shipped.lora is None:
+            remedy(path, words, "data.reference_log_probabilities", "data.reference_log_probabilities=reference.npz")
+        if name == "asft" and shipped.lora is None:
+            remedy(path, words, "lora", "lora.rank=4", "lora.alpha=8")
+            if shipped.model.provider == "megatron":
+                remedy(path, words, "model.provider", "model.provider=huggingface", "parallel.tensor=1")
         if name == "stored":
-            assert "data.token_weights: found null together with method.name stored" in find_problem(path, *words)
-            words.append("data.token_weights=weights.parquet")  # the remedy
+            remedy(path, words, "data.token_weights", "data.token_weights=weights.parquet")
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
         plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), find_shape(recipe))
-        preset = load_recipe(path, presets) if presets else load(path)
+        preset = load_recipe(path, presets) if presets else shipped
         assert recipe.method.normalization == preset.method.normalization
+        changed = {"method", *(word.partition(".")[0] for word in words if "=" in word)}
         for section in Recipe.model_fields.keys() - changed:
             assert getattr(recipe, section) == getattr(preset, section)
 
@@ -198,10 +185,6 @@ def test_a_method_removes_the_reference_of_iw_sft(tmp_path: Path) -> None:
     assert "found reference.npz together with method.name vcore and lora null; expected null" in problem
 
 
-def test_random_keeps_a_fifth() -> None:
-    assert load_recipe(QUICKSTART, ["methods/random.yaml"]).method.keep_share == 0.2
-
-
 def test_the_presets_have_the_two_readings_of_temperature() -> None:
     """Method, section 3: the paper multiplies by 5e3, the released code divides by 5e3."""
     paper = read_method(load_recipe(QUICKSTART, ["presets/paper.yaml"]))
@@ -230,13 +213,6 @@ def test_recommended_is_consistent_with_the_optimizer_of_the_recipes() -> None:
         assert recipe.utility.estimator == "jvp" and recipe.method.temperature is None
         if recipe.probe.direction == "adam":  # its moments are those of clipped gradients
             assert recipe.optimizer.name == "adamw" and recipe.probe.clip == recipe.optimizer.gradient_clipping
-
-
-def test_a_preset_explains_temperature() -> None:
-    for name in PRESETS:
-        header = (FOLDER / "presets" / f"{name}.yaml").read_text().partition("method:")[0].replace("\n# ", " ")
-        assert "has two meanings that differ by a factor of 2.5e7" in header
-        assert "multiplies" in header and "divides" in header
 
 
 # ---------------------------------------------------------------- the paper's numbers
@@ -317,25 +293,16 @@ def test_deepspeed_json_leaves_the_recipes_keys_alone_and_fits_its_precision(pat
     text = path.read_text()
     for word in ("batch_size", "accumulation_steps", "lr", "learning_rate", "clipping", "auto"):
         assert not re.search(rf'"[^"]*{word}"', text), f"{word} belongs to the recipe"
-    values = {
-        "method": {"kl_budget": 0.05},
-        "model": {"path": "m", "precision": "fp32" if "fp32" in path.stem else "bf16"},
-        "data": {"train_path": "t"},
-        "optimizer": {"learning_rate": 1.0},
-        "schedule": {"num_steps": 1},
-        "run": {"output_dir": "o"},
-        "engine": {"deepspeed_config": str(path)},
-    }
-    recipe = Recipe.model_validate(values)
-    settings = derive_plan_settings(recipe)
-    config = deepspeed_config(settings, plan_batch(settings, 2, QWEN3_32B))
-    assert config["zero_optimization"] == json.loads(text)["zero_optimization"]
-    other_precision = {"bf16": "fp32", "fp32": "bf16"}[recipe.model.precision]
-    contradiction = derive_plan_settings(
-        Recipe.model_validate(values | {"model": {"path": "m", "precision": other_precision}})
-    )
+    fitting, contradicting = ("fp32", "bf16") if "fp32" in path.stem else ("bf16", "fp32")
+
+    def merge(precision: str) -> dict[str, object]:
+        sections = {"model": {"path": "m", "precision": precision}, "engine": {"deepspeed_config": str(path)}}
+        settings = derive_plan_settings(Recipe.model_validate(smallest_recipe() | sections))
+        return deepspeed_config(settings, plan_batch(settings, 2, QWEN3_32B))
+
+    assert merge(fitting)["zero_optimization"] == json.loads(text)["zero_optimization"]
     with pytest.raises(RecipeError, match=r"bf16.enabled: found .* the recipe's model.precision gives"):
-        deepspeed_config(contradiction, plan_batch(contradiction, 2, QWEN3_32B))
+        merge(contradicting)
 
 
 # ---------------------------------------------------------------- the files

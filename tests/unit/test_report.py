@@ -313,7 +313,7 @@ DAMAGES = [
     *((name, text, f"{name}: is damaged") for name in ("held_out.json", "evaluation/evaluation.json")
       for text in ("{", "[{}, {}]", '{"format": 1, "before": {}}')),
     *(("environment.json", text, "environment.json: is damaged") for text in ("[]", "{", "\0")),
-    ("recipe.yaml", "method: [", "recipe.yaml:1:10: cannot be read as YAML"),
+    ("recipe.yaml", "method: [", "recipe.yaml:1:10: found no YAML"),
 ]  # fmt: skip
 """A file of a run, what stands in it, and what the message names."""
 

@@ -27,7 +27,7 @@ from vcore_ds.commands.score.results import (
 )
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
-from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import flat_values
 from vcore_ds.data.scores_folder import (
     ScoredCheckpoint,
     ScoredData,

@@ -109,11 +109,11 @@ def test_all_problems_are_reported_at_once(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("recipe: *nothing", "mine.yaml:1:9: cannot be read as YAML"),
+        ("recipe: *nothing", "mine.yaml:1:9: found no YAML"),
         ("model: {path: a}", "mine.yaml: found no sweep; .* `recipe: FILE`"),
-        ("- 1", "mine.yaml: found no sweep"),
-        ("recipe: a\nrecipe: b", "mine.yaml:2: recipe: found a second time"),
-        (None, "mine.yaml: found no such file"),
+        ("- 1", "mine.yaml: found [[]1[]]"),
+        ("recipe: a\nrecipe: b", "mine.yaml:2:1: found no YAML: the key recipe a second time"),
+        (None, "mine.yaml: cannot be read: No such file"),
     ],
 )
 def test_a_file_that_is_no_sweep_is_refused(folder: Path, text: str | None, message: str) -> None:
@@ -274,7 +274,7 @@ def test_another_folder_is_left_alone(folder: Path) -> None:
     Path("out/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="out: is not a sweep's folder, and not empty"):
         begin_sweep(load_changed())
-    with pytest.raises(UserError, match="found no sweep.yaml there"):
+    with pytest.raises(UserError, match="out/sweep.yaml: cannot be read: No such file"):
         read_sweep_folder(Path("out"))
     for text in ("cells: [", "cells: {}\nruns: []"):  # the latter as up to 0.7, without inputs
         Path("out/sweep.yaml").write_text(text)

@@ -16,8 +16,7 @@ from launch_scripts import wrong_traces
 from tests.helpers.late_imports import LateModule
 from vcore_ds.commands.cli import parse
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe
 from vcore_ds.training.evaluation_folder import Evaluation, SampleResult, TaskResult, write_evaluation, write_samples
 
 tasks = LateModule("vcore_ds.commands.evaluate.tasks")

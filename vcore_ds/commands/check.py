@@ -82,25 +82,18 @@ def main(arguments: argparse.Namespace) -> None:
         check_local_data(recipe.data, recipe.model.path, tokenizer)
     renderer = find_tokenizer(recipe.model.path, tokenizer)
     lengths = find_lengths(recipe.data, recipe.model.path, renderer)
-    on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
-    lines = [
-        f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)",
-        *([] if on_gpus is None else [on_gpus.describe()]),
-        *warnings,
-        f"Batch: {plan.describe()}",
-        *describe_data(recipe, lengths),
-        *describe_ranks(recipe, plan, ds_config, lengths),
-        *describe_rows(recipe, renderer),
-        *describe_ends(recipe, renderer),
-        *describe_missing(recipe),
-    ]
+    lines = [f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)"]
+    if arguments.gpu is not None:
+        lines.append(plan_on(arguments.gpu, recipe, num_ranks, lengths).describe())
+    lines += [*warnings, f"Batch: {plan.describe()}", *describe_data(recipe, lengths)]
+    lines += [*describe_ranks(recipe, plan, ds_config, lengths), *describe_rows(recipe, renderer)]
     print("\n".join(lines))
 
 
-def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> prediction.RunPlan:
-    """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, not with `engine.memory_check: false`."""
+def plan_on(gpu: str, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> prediction.RunPlan:
+    """Plan the run on GPUs of this kind. Raises UserError if it does not fit, not with `engine.memory_check: false`."""
     shape, _ = prediction.find_model(recipe.model.path)
-    cluster = Cluster(prediction.require_gpu(arguments.gpu), num_ranks)
+    cluster = Cluster(prediction.require_gpu(gpu), num_ranks)
     plan = prediction.plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
     if not plan.fits and recipe.engine.memory_check:
         raise UserError(describe_shortage(plan.memory, plan.available))
@@ -108,8 +101,8 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengt
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
-    settings = with_num_steps(recipe, lengths)
-    takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
+    num_steps = with_num_steps(recipe, lengths).num_steps
+    takes = "" if num_steps is None else f"; the run takes {count(num_steps, 'step')}"
     if recipe.data.keep is not None:
         from vcore_ds.training.keep import read_kept  # imports torch: seconds
 
@@ -120,10 +113,10 @@ def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
 
 
 def describe_rows(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:
-    """Lines on how the rows of data on this machine are read, or were when their token store was made."""
-    for key, path in recipe.data.paths().items():
-        if key in WRITTEN_BY_COMMANDS or not is_readable(path):
-            continue
+    """Lines on how the rows of data on this machine are read, or were when their token store was made; on learned turns
+    that end otherwise than the model's answers; and on paths that are not here: a typo, or data of the cluster."""
+    paths = {key: path for key, path in recipe.data.paths().items() if is_readable(path)}
+    for path in (path for key, path in paths.items() if key not in WRITTEN_BY_COMMANDS):
         from vcore_ds.data.prepare import report  # reads files: not where there are none
 
         try:
@@ -131,20 +124,11 @@ def describe_rows(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)
+    if tokenizer is not None:
+        from vcore_ds.models.model_folder import describe_end_tokens
 
-
-def describe_ends(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> list[str]:
-    """A line where learned turns end otherwise than the answers of the model, if it is on this machine."""
-    if tokenizer is None:
-        return []
-    from vcore_ds.models.model_folder import describe_end_tokens
-
-    return describe_end_tokens(recipe.model.path, tokenizer)
-
-
-def describe_missing(recipe: Recipe) -> Iterator[str]:
-    """A line on data paths that are not on this machine: a typo, or data that only the cluster has."""
-    if missing := [f"data.{key} {path}" for key, path in recipe.data.paths().items() if not is_readable(path)]:
+        yield from describe_end_tokens(recipe.model.path, tokenizer)
+    if missing := [f"data.{key} {path}" for key, path in recipe.data.paths().items() if key not in paths]:
         yield f"Not on this machine, but needed where the recipe runs: {', '.join(missing)}"
 
 

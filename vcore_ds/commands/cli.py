@@ -28,8 +28,8 @@ from vcore_ds.commands import (
     train,
 )
 from vcore_ds.commands.arguments import add_overrides
+from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunFailed, RunStopped, UserError
-from vcore_ds.common.version import __version__
 from vcore_ds.distributed.signals import stop_signals
 
 COMMANDS = {

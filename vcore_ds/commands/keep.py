@@ -14,7 +14,7 @@ from vcore_ds.commands.arguments import share
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import refuse_existing, write_atomically, writing
 from vcore_ds.config.data_section import KeepConfig
-from vcore_ds.config.problems import RecipeError, field_problems
+from vcore_ds.config.problems import RecipeError, list_problems
 
 if TYPE_CHECKING:
     from vcore_ds.training.keep import KeptTraces
@@ -96,8 +96,8 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
     try:
         return KeepConfig(**values)
     except ValidationError as error:
-        problems = field_problems(error, values, within=("data", "keep"))
-        raise RecipeError(f"{name_argument(key)}: {text}" for (*_, key), text in problems.items()) from None
+        problems = list_problems(error, values, "data", "keep")
+        raise RecipeError(f"{name_argument(key.rpartition('.')[2])}: {text}" for (key,), text in problems) from None
 
 
 def kept_lines(selection: "KeptTraces") -> Iterator[str]:

@@ -91,47 +91,41 @@ def main(arguments: argparse.Namespace) -> None:
     keys = find_keys(names)
     if arguments.markdown:
         print(PAGE, end="")
-    for section in dict.fromkeys(key.section for key in keys):
-        section_keys = [key for key in keys if key.section == section]
+    for section in dict.fromkeys(dotted.partition(".")[0] for dotted in keys):
+        section_keys = {dotted: key for dotted, key in keys.items() if dotted.startswith(f"{section}.")}
         print((format_markdown if arguments.markdown else format_plain)(section, section_keys), end="")
 
 
-def find_keys(names: list[str]) -> list[Key]:
-    """The keys with these dotted names, in these sections, or with these words, in the order of the schema; all for no
-    name. Raises UserError for a name that no key has or mentions."""
+def find_keys(names: list[str]) -> dict[str, Key]:
+    """The keys with these dotted names, in these sections, or with these words in their name, values or meaning, other
+    trainers' names included; all for no name. Raises UserError for a name that no key has or mentions."""
     keys = recipe_keys()
-    found: set[str] = set()
+    chosen: set[str] = set()
     for name in names:
-        hits = {key.dotted for key in keys if f"{key.dotted}.".startswith(f"{name}.")}
+        hits = {dotted for dotted in keys if f"{dotted}.".startswith(f"{name}.")}
         if not hits and "." not in name:
-            hits = {key.dotted for key in keys if mentions(key, name)}
+            texts = {dotted: f"{dotted} {key.values} {key.meaning}".lower() for dotted, key in keys.items()}
+            hits = {dotted for dotted in keys if name.lower() in texts[dotted] or NAMES_ELSEWHERE.get(name) == dotted}
         if not hits:
             hint = did_you_mean(nearest_keys(name)) or "; `vcore-ds keys` lists all"
             raise UserError(f"keys: found {name}; expected a section, section.key or a word of a key's meaning{hint}")
-        found |= hits
-    return [key for key in keys if not names or key.dotted in found]
+        chosen |= hits
+    return {dotted: key for dotted, key in keys.items() if not names or dotted in chosen}
 
 
-def mentions(key: Key, word: str) -> bool:
-    """Whether the word occurs in the key's name, values or meaning, or is another trainer's name for it."""
-    text = f"{key.dotted} {key.values} {key.meaning}".lower()
-    return word.lower() in text or NAMES_ELSEWHERE.get(word) == key.dotted
-
-
-def format_plain(section: str, keys: list[Key]) -> str:
+def format_plain(section: str, keys: dict[str, Key]) -> str:
     lines = [f"{section}: {section_meaning(section)}"]
-    for key in keys:
+    for dotted, key in keys.items():
         default = "required" if key.default is None else f"default {key.default}"
-        for text, indent in ((f"{key.dotted}: {key.values} ({default})", 2), (key.meaning, 6)):
+        for text, indent in ((f"{dotted}: {key.values} ({default})", 2), (key.meaning, 6)):
             lines += textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
     return "\n".join(lines) + "\n\n"
 
 
-def format_markdown(section: str, keys: list[Key]) -> str:
-    rows = [
-        (f"`{key.name}`", key.values, "required" if key.default is None else f"`{key.default}`", key.meaning)
-        for key in keys
-    ]
-    lines = markdown_rows([("key", "values", "default", "meaning"), ("---",) * 4, *rows])
+def format_markdown(section: str, keys: dict[str, Key]) -> str:
+    rows: list[tuple[str, ...]] = [("key", "values", "default", "meaning"), ("---",) * 4]
+    for dotted, key in keys.items():
+        default = "required" if key.default is None else f"`{key.default}`"
+        rows.append((f"`{dotted.removeprefix(f'{section}.')}`", key.values, default, key.meaning))
     meaning = textwrap.fill(section_meaning(section), WIDTH_OF_PAGE, break_on_hyphens=False)
-    return "\n".join(["", f"## {section}", "", meaning, "", *lines, ""])
+    return "\n".join(["", f"## {section}", "", meaning, "", *markdown_rows(rows), ""])

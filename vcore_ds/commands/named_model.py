@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import read_json, reading
-from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.config.load import read_resolved_recipe
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.architecture_check import check_model_folder

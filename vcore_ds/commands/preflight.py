@@ -6,17 +6,14 @@ import shutil
 import socket
 import statistics
 import sys
-import sysconfig
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.common.errors import UserError, first_line
@@ -42,15 +39,12 @@ SLOW_SHARE = 0.8  # of the median speed of all GPUs, below which one is named: a
 add_arguments = add_recipe
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """The report of one node."""
 
     host: str
-    versions: Mapping[str, str | None]  # of packages, CUDA, NCCL and driver, and the commit
-    gpus: tuple[str, ...] | None  # None if PyTorch cannot use them, which is one of the problems
-    problems: tuple[str, ...]  # what is wrong whatever the other nodes have
-    free_bytes: int | None  # in the output folder; None if the node does not share it, which is one of the problems
+    facts: Mapping[str, str | None]  # versions, commit and kind of GPU: the same on all nodes
+    problems: Sequence[str]  # what is wrong whatever the other nodes have
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -75,8 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
             "nodes (`ip -br address`)"
         ) from None
     try:
-        has_gpus = compare_nodes(recipe)
-        time_ranks(has_gpus)
+        time_ranks(has_gpus=compare_nodes(recipe))
     finally:
         # Ends gloo's threads. A thread that still frees tensors while the interpreter shuts down aborts the process,
         # in 1 of 100 runs on busy cores.
@@ -85,27 +78,22 @@ def main(arguments: argparse.Namespace) -> None:
 
 def compare_nodes(recipe: Recipe) -> bool:
     """Print what the nodes have; return whether they have GPUs. Raises UserError for problems, as `main`."""
-    is_first, output = os.environ["RANK"] == "0", Path(recipe.run.output_dir).absolute()
+    host, output = socket.gethostname(), Path(recipe.run.output_dir).absolute()
     folder = next(parent for parent in (output, *output.parents) if parent.is_dir())
-    mark = gather(_make_mark(folder) if is_first else None)[0]
-    if isinstance(mark, str):
-        problem = f"{socket.gethostname()}: found {mark}, expected a folder that can be written. Set run.output_dir"
-        _refuse("there is no place for the run", [problem])
+    mark = gather(make_mark(folder) if _is_first() else None)[0]
+    num_ranks = gather(host).count(host)
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    nodes = [node for node in gather(inspect(recipe, folder, mark) if is_first_of_node else None) if node]
-    if is_first:
+    nodes = [node for node in gather(inspect(recipe, mark, num_ranks) if is_first_of_node else None) if node]
+    if _is_first():
         mark.unlink(missing_ok=True)
-    # One GPU per rank; none if no node has any, unless SLURM has allocated some.
-    needs_gpu = any(node.gpus for node in nodes) or "SLURM_GPUS_ON_NODE" in os.environ
-    ranks_of_hosts = Counter(gather(socket.gethostname()))
-    num_bytes = gather(compute_output_bytes(recipe) if is_first else None)[0]
-    num_gpus = max(ranks_of_hosts.values()) if needs_gpu else 0
-    if is_first:
-        print(describe(nodes, num_bytes, folder), flush=True)
-    problems = [*find_differences(nodes), *find_split_groups(ranks_of_hosts, recipe.parallel.tensor)]
-    problems += [line for node in nodes for line in find_problems(node, num_gpus, num_bytes, folder)]
-    _refuse("the nodes are not ready for this run", problems)
-    return needs_gpu
+        facts = ", ".join(f"{name} {value}" for name, value in nodes[0].facts.items() if value)
+        print(f"preflight: {len(nodes)} nodes; on {nodes[0].host}: {facts}", flush=True)
+    problems = [f"{node.host}: {problem}" for node in nodes for problem in node.problems]
+    _refuse("the nodes are not ready for this run", [*find_differences(nodes), *problems])
+    return any(node.facts[KIND] for node in nodes)
+
+
+KIND = "kind of GPU"
 
 
 def gather(value: Any) -> list[Any]:
@@ -117,63 +105,69 @@ def gather(value: Any) -> list[Any]:
     return gathered
 
 
+def _is_first() -> bool:
+    return os.environ["RANK"] == "0"
+
+
 def _refuse(what: str, problems: Sequence[str]) -> None:
     """End all ranks if there are problems, which are the same on all ranks; rank 0 prints them."""
-    if problems and os.environ["RANK"] == "0":
+    if problems and _is_first():
         raise UserError("\n  ".join([f"preflight: {what}:", *problems]))
     if problems:
         time.sleep(3.0)  # the launcher kills all ranks once one exits; give rank 0 time to print
         sys.exit(UserError.EXIT_CODE)
 
 
-def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
-    """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
+def inspect(recipe: Recipe, mark: Path, num_ranks: int) -> Node:
+    """Report on this node with `num_ranks` ranks; `mark` is the file that rank 0 has made in the output folder."""
     import torch
 
     from vcore_ds.distributed.device import find_driver_version, uses_gpu
     from vcore_ds.training.run_folder import describe_environment
 
-    facts, problems = describe_environment(world_size=1), list(find_unreadable(recipe))
-    gpus: tuple[str, ...] | None = None
+    environment, problems, gpus = describe_environment(world_size=1), list(find_unreadable(recipe)), []
     try:
-        gpus = tuple(facts["devices"]) if uses_gpu() else ()
+        gpus = list(environment["devices"]) if uses_gpu() else []
+        num_expected = num_ranks if gpus or "SLURM_GPUS_ON_NODE" in os.environ else 0
+        if len(gpus) != num_expected:
+            problems.append(
+                f"GPUs: found {len(gpus)} that PyTorch can use, expected {num_expected}. Check nvidia-smi there, or "
+                "leave the node out with sbatch --exclude"
+            )
     except UserError as error:  # a line of the report, beside those of other nodes
         problems.append(str(error))
-    if gpus and recipe.method.uses_utilities and (missing := find_missing_compiler()):
+    if num_ranks % recipe.parallel.tensor:
         problems.append(
-            f"compiling kernels: found {missing}, expected a C compiler and Python's headers, which Triton needs for "
-            "attention in JVP passes. Install them in the image (apt-get install gcc python3-dev)"
+            f"parallel.tensor: found {recipe.parallel.tensor} with {num_ranks} ranks on the node, expected a divisor "
+            "of them: tensor-parallel ranks exchange the activations of every layer"
         )
-    if not (sees_output := _appears(mark)):
+    if not _appears(mark):
         problems.append(
-            f"run.output_dir: found no file that rank 0 made in {output_folder}, expected a folder that all nodes "
-            "share. Set run.output_dir"
+            f"run.output_dir: found no file that rank 0 made in {mark.parent}, expected a folder that all nodes share "
+            "and can write. Set run.output_dir"
         )
-    if (free := shutil.disk_usage(tempfile.gettempdir()).free) < TEMPORARY_BYTES:
-        problems.append(
-            f"free disk: found {_space(free)} in {tempfile.gettempdir()}, expected {_space(TEMPORARY_BYTES)}. Free "
-            "some, or set TMPDIR to another disk of the node"
-        )
-    nccl = None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
-    versions = {"python": facts["python"], **facts["packages"], "CUDA of torch": torch.version.cuda, "NCCL": nccl}
-    versions["NVIDIA driver"] = find_driver_version()
+    needed = [(Path(tempfile.gettempdir()), TEMPORARY_BYTES)]
+    if _is_first():  # the other nodes share the output folder
+        needed.append((mark.parent, compute_output_bytes(recipe) or 0))
+    problems += [
+        f"free disk: found {_space(free)} in {folder}, expected {_space(num_bytes)}. Free some, or set TMPDIR or "
+        "run.output_dir to another disk, or lower checkpoint.keep_last"
+        for folder, num_bytes in needed
+        if (free := shutil.disk_usage(folder).free) < num_bytes
+    ]
     return Node(
-        host=socket.gethostname(),
-        versions=versions | {"commit": facts["git_commit"]},
-        gpus=gpus,
-        problems=tuple(problems),
-        free_bytes=shutil.disk_usage(output_folder).free if sees_output else None,
+        socket.gethostname(),
+        {
+            "python": environment["python"],
+            **environment["packages"],
+            "CUDA of torch": torch.version.cuda,
+            "NCCL": None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version())),
+            "NVIDIA driver": find_driver_version(),
+            "commit": environment["git_commit"],
+            KIND: " + ".join(sorted(set(gpus))) or None,
+        },
+        problems,
     )
-
-
-def find_missing_compiler() -> str | None:
-    """Return what Triton lacks to compile its kernel launchers (`triton/runtime/build.py`), or None. Python packages
-    do not install these, and slim images lack them."""
-    compiler = os.environ.get("CC") or "gcc or clang"
-    if not any(shutil.which(name) for name in compiler.split(" or ")):
-        return f"no {compiler}"
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    return None if headers.exists() else f"no {headers}"
 
 
 def find_unreadable(recipe: Recipe) -> Iterator[str]:
@@ -212,12 +206,12 @@ def compute_output_bytes(recipe: Recipe) -> int | None:
     return max(1, recipe.checkpoint.keep_last + 1 - written) * checkpoint + result
 
 
-def _make_mark(folder: Path) -> Path | str:
-    """Make an empty file; return the error if that fails."""
+def make_mark(folder: Path) -> Path:
+    """Make an empty file; where that fails, return the path of a file that is not there."""
     try:
         handle, name = tempfile.mkstemp(prefix=".preflight_", dir=folder)
-    except OSError as error:
-        return str(error)
+    except OSError:
+        return folder / ".preflight_not_made"
     os.close(handle)
     return Path(name)
 
@@ -234,58 +228,15 @@ def _appears(path: Path) -> bool:
 
 def find_differences(nodes: Sequence[Node]) -> Iterator[str]:
     """A line for each fact of a node that differs from what most have."""
-    kinds = {node.host: " + ".join(sorted(set(node.gpus))) for node in nodes if node.gpus}
-    for what in [*dict.fromkeys(name for node in nodes for name in node.versions), "kind of GPU"]:
-        values = kinds if what == "kind of GPU" else {node.host: node.versions.get(what) for node in nodes}
-        usual, number = Counter(values.values()).most_common(1)[0] if values else (None, 0)
-        for host, value in values.items():
+    for what in dict.fromkeys(name for node in nodes for name in node.facts):
+        usual, number = Counter(node.facts.get(what) for node in nodes).most_common(1)[0]
+        for host, value in ((node.host, node.facts.get(what)) for node in nodes):
             if value != usual:
                 yield (
                     f"{host}: {what}: found {value or 'none'}, expected {usual or 'none'} as on {number} of "
                     f"{len(nodes)} nodes. Use one environment and checkout on a shared disk, and nodes of one kind "
                     f"(sbatch --constraint, --exclude={host})"
                 )
-
-
-def find_problems(node: Node, num_gpus: int, num_bytes: int | None, folder: Path) -> Iterator[str]:
-    """A line for each thing that the node lacks; `num_bytes` in the output folder, None for a model of unknown size."""
-    yield from (f"{node.host}: {problem}" for problem in node.problems)
-    if node.gpus is not None and len(node.gpus) != num_gpus:
-        yield (
-            f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {num_gpus}. Check "
-            f"nvidia-smi there, or leave the node out with sbatch --exclude={node.host}"
-        )
-    if node.free_bytes is not None and num_bytes is not None and node.free_bytes < num_bytes:
-        yield (
-            f"{node.host}: free disk: found {_space(node.free_bytes)} in {folder}, expected {_space(num_bytes)}. Free "
-            "some, set run.output_dir, or lower checkpoint.keep_last"
-        )
-
-
-def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[str]:
-    """A line for each node with a tensor-parallel group (of `tensor` ranks) that extends to another node.
-    `ranks_of_hosts`: host -> number of ranks."""
-    return [
-        f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "
-        "tensor-parallel ranks exchange the activations of every layer. Set parallel.tensor, or the ranks of a node"
-        for host, num_ranks in ranks_of_hosts.items()
-        if num_ranks % tensor
-    ]
-
-
-def describe(nodes: Sequence[Node], num_bytes: int | None, folder: Path) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items() if version)
-    output = "an unknown size" if num_bytes is None else _space(num_bytes)
-    lines = [
-        f"preflight: {len(nodes)} nodes; on {nodes[0].host}: {versions}",
-        f"  needed: {output} in {folder}, {_space(TEMPORARY_BYTES)} in {tempfile.gettempdir()}",
-    ]
-    for node in nodes:
-        gpus = ", ".join(f"{number} x {name}" for name, number in Counter(node.gpus).items()) or "no GPU"
-        lines.append(
-            f"  {node.host}: {gpus}; free: {'unknown' if node.free_bytes is None else _space(node.free_bytes)}"
-        )
-    return "\n".join(lines)
 
 
 def _space(num_bytes: int) -> str:
@@ -296,26 +247,19 @@ def time_ranks(has_gpus: bool) -> None:
     """Time a matrix multiplication on each rank and an all-reduce over all; rank 0 prints. Ends all ranks where the
     all-reduce fails, or a GPU is slow."""
     size, num_bytes = (8192, 256 * 2**20) if has_gpus else (512, 16 * 2**20)
-    host, result = socket.gethostname(), Future[tuple[float, float]]()
-
-    def measure() -> None:
-        try:
-            result.set_result(_measure(size, num_bytes, has_gpus))
-        except BaseException as error:  # raised again by `result`, in the waiting thread
-            result.set_exception(error)
-
+    host = socket.gethostname()
     # In a thread: building a communicator blocks in C, beyond the reach of torch's timeouts, and NCCL hangs without an
     # error on a network that drops its packets.
-    threading.Thread(target=measure, daemon=True).start()
+    measuring = ThreadPoolExecutor(1).submit(_measure, size, num_bytes, has_gpus)
     try:
-        if not wait([result], MEET_SECONDS).done:
-            raise TimeoutError(f"no all-reduce of {num_bytes} bytes in {MEET_SECONDS:g} s")
-        matmul_seconds, seconds = result.result()
+        matmul_seconds, seconds = measuring.result(MEET_SECONDS)
     except (TimeoutError, RuntimeError) as error:
+        hangs = not measuring.done()
+        found = f"no all-reduce of {num_bytes} bytes in {MEET_SECONDS:g} s" if hangs else first_line(error)
         print(
-            f"vcore-ds: preflight: {host}: rank {os.environ['RANK']}: found {first_line(error)}, expected the sum "
-            "within a second. Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, NCCL_IB_HCA to "
-            "the InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose",
+            f"vcore-ds: preflight: {host}: rank {os.environ['RANK']}: found {found}, expected the sum within a second. "
+            "Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, NCCL_IB_HCA to the InfiniBand "
+            "adapters; NCCL_DEBUG=INFO shows what NCCL chose",
             file=sys.stderr,
             flush=True,
         )

@@ -16,8 +16,7 @@ from vcore_ds.commands.plan.prediction import (
 )
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import Progress, align_columns, gib
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES, load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.settings import derive_plan_settings

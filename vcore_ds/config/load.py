@@ -1,36 +1,122 @@
-"""Reads YAML files and overrides into a Recipe, or raises one error that lists all problems.
+"""Reads YAML files and overrides into a Recipe, or raises one error that lists their problems.
 
 The top-level key `base` names other files: they are read first, in order, each after its own bases. Later values win,
 key by key within a section. A section that is null replaces what was there, and a mapping after null starts empty. So
 files grouped under a base mean the same as files named one by one.
+
+YAML is read by PyYAML's safe loader with three changes: `1e-4` is a number, as in YAML 1.2 (PyYAML reads a string),
+dates are strings (a folder may be called 2026-01-31), and keys are strings as written.
 """
 
+import copy
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
-from vcore_ds.config.files import (
-    SHIPPED_DEEPSPEED_CONFIGS,
-    UnreadableFile,
-    dump_yaml,
-    find_file,
-    list_candidates,
-    nearest_files,
-    parse_yaml,
-    read_text,
-)
-from vcore_ds.config.problems import RecipeError, describe_problem, field_problems, nearest_keys, show
-from vcore_ds.config.schema import FOREIGN_KEYS, SECTIONS, SUBSECTIONS, Recipe, broken_rules, section_class
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading
+from vcore_ds.config.problems import RecipeError, closest, describe_problem, list_problems, nearest_keys, show
+from vcore_ds.config.schema import FOREIGN_KEYS, SECTIONS, Recipe, is_section, iter_values
 
-_COMMENT = re.compile(r"(^|\s)#")
-_OVERRIDE_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "shipped"
+"""Folder of the recipes and DeepSpeed JSON files in a wheel, see pyproject.toml; a checkout does not have it."""
+
+SHIPPED_RECIPES = _INSTALLED / "recipes" if _INSTALLED.is_dir() else _PACKAGE.parent / "launch_scripts" / "recipes"
+"""Folder of the shipped recipes: `methods/dft.yaml` is found here from any working directory."""
+
+SHIPPED_DEEPSPEED_CONFIGS = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent) / "ds_configs"
+
+_TAG = "tag:yaml.org,2002:"
+_EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader): ...
+
+
+class _Dumper(yaml.SafeDumper): ...
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# The dumper needs the pattern too, or it would write the string "1e-4" without quotes.
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> tuple[Any, dict[str, int]]:
+    """The value of one YAML document, and the line of each key, from 1, by dotted name. Raises yaml.YAMLError, for a
+    repeated key too."""
+    return copy.deepcopy(_parse_yaml(text))
+
+
+@lru_cache(maxsize=512)  # a plan loads the same recipe, and its bases, a dozen times: 5 ms for each file
+def _parse_yaml(text: str) -> tuple[Any, dict[str, int]]:
+    loader, lines = _Loader(text), dict[str, int]()
+    node = loader.get_single_node()
+    _note_keys(node, "", lines)
+    try:
+        return None if node is None else loader.construct_document(node), lines
+    except ValueError as error:  # such as `!!int x`
+        raise yaml.YAMLError(str(error)) from None
+
+
+def _note_keys(node: yaml.Node | None, within: str, lines: dict[str, int]) -> None:
+    """Make the keys below a node strings, and add their lines."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
+            key.tag, name = f"{_TAG}str", f"{within}{key.value}"
+            if name in lines:
+                problem = f"the key {name} a second time, first in line {lines[name]}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+            _note_keys(value, f"{name}.", lines)
+
+
+def read_text(path: Path, expected: str) -> str:
+    """Read a UTF-8 file. Raises RecipeError, with what was `expected`."""
+    try:
+        with reading("", path, expected):
+            return path.read_text(encoding="utf-8")
+    except UserError as error:
+        raise RecipeError([str(error)]) from None
+    except UnicodeDecodeError as error:
+        problem = describe_problem(f"bytes that are not UTF-8 ({error.reason})", expected)
+        raise RecipeError([f"{path}: {problem}"]) from None
+
+
+def read_yaml(path: Path, expected: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Read a YAML file that is a mapping, as `parse_yaml`. Raises RecipeError, with what was `expected`."""
+    try:
+        value, lines = parse_yaml(read_text(path, expected))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        raise RecipeError([f"{path}{place}: {_describe_yaml_error(error, expected)}"]) from None
+    if not isinstance(value, dict):
+        raise RecipeError([f"{path}: {describe_problem(show(value), expected)}"])
+    return value, lines
+
+
+def _describe_yaml_error(error: yaml.YAMLError, expected: str) -> str:
+    return describe_problem(f"no YAML: {getattr(error, 'problem', None) or error}", expected)
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML text that `parse_yaml` reads back to the same value."""
+    # ASCII: with allow_unicode PyYAML writes U+0085 and U+2028 unescaped, and reads them back as spaces.
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, default_flow_style=False)
 
 
 @dataclass
@@ -41,54 +127,29 @@ class MergedFiles:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # by dotted name: `FILE:LINE` or `override section.key=value`
     problems: list[str] = field(default_factory=list)
-    is_complete: bool = True  # else a file could not be read, so that missing keys are not the recipe's mistake
 
-    def source(self, *keys: str) -> str:
+    def find_source(self, *keys: str) -> str:
         """Where the keys were set: an override before a line of a file, a section's line for an absent key."""
         parents = [".".join(key.split(".")[:n]) for key in keys for n in range(key.count("."), 0, -1)]
         sources = [self.sources[key] for key in (*keys, *parents) if key in self.sources]
         return min(sources, key=lambda source: not source.startswith("override "), default=self.file)
 
-    def add(self, where: str, found: object, expected: str, nearest: Iterable[str] = ()) -> None:
-        self.problems.append(f"{where}: {describe_problem(found, expected, nearest)}")
+    def merge(self, new: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+        """Merge values, which `sources` locates, over the current ones."""
+        self._merge_section(self.values, new, "", next(iter(sources.values()), ""))
+        self.sources |= sources
 
-    def fail(self, where: str, found: object, expected: str, nearest: Iterable[str] = ()) -> None:
-        """Add a problem because of which the values of a file are missing."""
-        self.add(where, found, expected, nearest)
-        self.is_complete = False
-
-    def replace(self, name: str, value: Any, source: str) -> None:
-        """Replace a section, `section.key` or `section.key.key`."""
-        *parents, last = name.split(".")
-        values = self.values
-        for i, parent in enumerate(parents):
-            inner = values.get(parent)
-            if not isinstance(inner, dict):  # such as lora.rank=16 on lora: null
-                self.sources[".".join(parents[: i + 1])] = source
-            values[parent] = dict(inner) if isinstance(inner, dict) else {}  # two sections may be aliases in YAML
-            values = values[parent]
-        values[last] = value
-        self.forget_sources(name)
-        self.sources[name] = source
-
-    def forget_sources(self, name: str) -> None:
-        """Remove the sources of a section or key, whose value is replaced, and of all keys in it."""
-        self.sources = {key: source for key, source in self.sources.items() if not f"{key}.".startswith(f"{name}.")}
-
-    def merge(self, values: dict[str, Any], sources: dict[str, str]) -> None:
-        """Merge the sections of a file over the current values."""
-        for section, new in values.items():
-            old = self.values.get(section)
-            if isinstance(old, dict) and isinstance(new, dict):
-                merged = old | new
-                for name, key in SUBSECTIONS:
-                    if name == section and isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
-                        merged[key] = old[key] | new[key]
-                self.values[section] = merged
-            else:
-                self.values[section] = new
-                self.forget_sources(section)
-        self.sources.update(sources)
+    def _merge_section(self, old: dict[str, Any], new: Mapping[str, Any], within: str, source: str) -> None:
+        for key, value in new.items():
+            name, is_old_section = f"{within}{key}", isinstance(old.get(key), dict)
+            if isinstance(value, dict) and is_section(name):
+                if not is_old_section:  # such as `lora.rank=16` over `lora: null`
+                    old[key], self.sources[name] = {}, source
+                self._merge_section(old[key], value, f"{name}.", source)
+                continue
+            old[key], self.sources[name] = value, source
+            if is_old_section:
+                self.sources = {other: at for other, at in self.sources.items() if not other.startswith(f"{name}.")}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -96,40 +157,45 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
     the recipe. Fragments come first, in order, then the overrides. engine.deepspeed_config becomes
     `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; in other paths `~`
-    is expanded. Raises RecipeError with all problems."""
+    is expanded. Raises RecipeError with all problems of files and words, else of keys, else of rules over keys."""
     fragments = [word for word in overrides if _is_fragment(word)]
     merged = merge_files(path, fragments)
     for word in overrides:
         if word not in fragments:
             _apply_override(merged, word)
-    if not merged.is_complete:
+    if merged.problems:
         raise RecipeError(merged.problems)
     for section in SECTIONS.keys() - {"lora"}:
         merged.values.setdefault(section, {})  # a missing section is reported by its missing keys
     _resolve_deepspeed_config(merged)
-    recipe = _validate(merged)
-    if merged.problems or recipe is None:
-        raise RecipeError(merged.problems)
-    return recipe
+    try:
+        return Recipe.model_validate(merged.values)
+    except ValidationError as error:
+        problems = list_problems(error, merged.values)
+        raise RecipeError(f"{merged.find_source(*keys)}: {keys[0]}: {text}" for keys, text in problems) from None
 
 
-def list_overrides(values: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """List the words `section.key=value` that `load_recipe` reads back to these sections. A mapping below a section is
-    a value, such as data.validation_path, unless it is a nested section."""
-    for name, value in values.items():
-        key = f"{within}{name}"
-        if isinstance(value, Mapping) and (not within or tuple(key.split(".")) in SUBSECTIONS):
-            yield from list_overrides(value, f"{key}.")
-        else:
-            yield make_override(key, value)
+def read_resolved_recipe(path: Path) -> Recipe:
+    """Read the recipe.yaml of a run. Files that it names need not exist any more. Raises RecipeError where it is not a
+    recipe of this version."""
+    values, _ = read_yaml(path, "the recipe of a run")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {keys[0]}: {text}" for keys, text in list_problems(error, values)) from None
+
+
+def list_overrides(values: Mapping[str, Any]) -> list[str]:
+    """The words `section.key=value` that `load_recipe` reads back to these sections."""
+    return [make_override(key, value) for key, value in iter_values(values)]
 
 
 def make_override(key: str, value: object) -> str:
     """The word `key=value` that `load_recipe` reads back to this value, quoted only where YAML needs it. Paths may be
     anywhere in the value."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    with suppress(UnreadableFile):
-        if isinstance(text, str) and parse_yaml(text).value == text:
+    with suppress(yaml.YAMLError):
+        if isinstance(text, str) and parse_yaml(text)[0] == text:
             return f"{key}={text}"
     # JSON is YAML except for unescaped U+0085 and the like
     quoted = json.dumps(text, ensure_ascii=False, default=os.fspath)
@@ -159,86 +225,87 @@ def _read(merged: MergedFiles, name: str, folder: Path, chain: list[Path], named
     """Merge a file's bases, then the file, which is looked up in `folder` first. `chain`: the files that led to this
     one as their base, the outermost first. `named_at`: `FILE:LINE: base: `, where the file is named; empty for a word
     of the command."""
-    path = find_file(name, folder)
-    if path is None:
-        tried = ", ".join(dict.fromkeys(os.path.abspath(path) for path in list_candidates(name, folder)))
-        nearest = nearest_files(name, folder)
-        if not name.endswith(".yaml"):
-            nearest = [file.removesuffix(".yaml") for file in nearest]
-        merged.fail(f"{named_at}{name}", "no such file", f"a recipe file (YAML); tried {tried}", nearest)
+    path = _find_file(name, folder)
+    if path is None or any(path.samefile(file) for file in chain):
+        problem = describe_problem("no such file", "a recipe file (YAML)", _nearest_files(name, folder))
+        if path is not None:
+            problem = describe_problem(f"a cycle of bases ({' -> '.join(map(str, [*chain, path]))})", "none")
+        merged.problems.append(f"{named_at}{name}: {problem}")
         return
     merged.file = merged.file or str(path)
-    if any(path.samefile(file) for file in chain):
-        cycle = " -> ".join(map(str, [*chain, path]))
-        found = f"{show(name)}, which is based on itself ({cycle})"
-        merged.fail(named_at.removesuffix(": "), found, "no cycle of bases")
-        return
     try:
-        parsed = parse_yaml(read_text(path))
-    except UnreadableFile as error:
-        merged.problems.append(f"{path}{error.position}: {error}; expected a recipe (a YAML file)")
-        merged.is_complete = False
+        values, lines = read_yaml(path, f"a recipe: YAML with the sections {', '.join(SECTIONS)}")
+    except RecipeError as error:
+        merged.problems += error.problems
         return
-    if not isinstance(parsed.value, dict):
-        found = "nothing" if parsed.value is None else show(parsed.value)
-        merged.fail(str(path), found, f"sections ({', '.join(SECTIONS)}) with keys in them")
-        return
-    for key, line, first_line in parsed.duplicates:
-        merged.add(f"{path}:{line}: {key}", f"a second time (first in line {first_line})", "once")
-    bases = parsed.value.pop("base", [])
-    where = f"{path}:{parsed.lines.pop('base', 0)}: base"
+    where, bases = f"{path}:{lines.pop('base', 0)}: base: ", values.pop("base", [])
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(base, str) and base for base in names):
-        merged.fail(where, show(bases), "a file name, or a list of file names")
-        names = []
+        merged.problems.append(where + describe_problem(show(bases), "a file name, or a list of file names"))
+        return
     for base in names:
-        _read(merged, base, path.parent, [*chain, path], f"{where}: ")
-    merged.merge(parsed.value, {key: f"{path}:{line}" for key, line in parsed.lines.items()})
+        _read(merged, base, path.parent, [*chain, path], where)
+    merged.merge(values, {key: f"{path}:{line}" for key, line in lines.items()})
+
+
+def _find_file(name: str, folder: Path) -> Path | None:
+    """The file of this name; a folder, for a better message than that there is none, only if there is no file."""
+    suffixes = ("",) if name.endswith(".yaml") else ("", ".yaml")
+    paths = [
+        start / f"{os.path.expanduser(name)}{suffix}" for start in (folder, SHIPPED_RECIPES) for suffix in suffixes
+    ]
+    paths = [path for path in paths if os.path.exists(path)]  # Path.exists raises for a name that is too long
+    return next((path for path in paths if not path.is_dir()), paths[0] if paths else None)
+
+
+def _nearest_files(name: str, folder: Path) -> list[str]:
+    """Names for that of no file: those of the most similar stem in its folder, and among the shipped recipes."""
+    beside = [str(Path(name).parent / path.name) for path in (folder / os.path.expanduser(name)).parent.glob("*.yaml")]
+    shipped = [path.relative_to(SHIPPED_RECIPES).as_posix() for path in SHIPPED_RECIPES.rglob("*.yaml")]
+    nearest: list[str] = []
+    for names in (sorted(beside), sorted(shipped)):
+        stems = [Path(each).name.removesuffix(".yaml") for each in names]
+        stem = closest(Path(name).name.removesuffix(".yaml"), stems)
+        nearest += [each for each, other in zip(names, stems, strict=True) if other == stem]
+    return list(dict.fromkeys(nearest))
 
 
 def _is_fragment(word: str) -> bool:
     """Whether a word among the overrides names a file."""
     if "=" in word or not word:
         return False
-    path = find_file(word, Path())
+    path = _find_file(word, Path())
     return word.endswith(".yaml") or (path is not None and path.suffix == ".yaml")
 
 
 def _apply_override(merged: MergedFiles, override: str) -> None:
-    source = f"override {override}"
-    key, equals, text = override.partition("=")
-    is_nested = key.count(".") == 2
-    if not equals or not _OVERRIDE_KEY.fullmatch(key) or (is_nested and tuple(key.split(".")[:2]) not in SUBSECTIONS):
-        expected = "section.key=value" if equals else "section.key=value or FILE.yaml"
-        merged.add(source, show(override), expected, _nearest_words(key, text))
-        return
-    where = f"{source}: {key}"
-    if key == "base":
-        merged.add(where, show(text), "the name of the file alone, FILE.yaml")
+    source, (key, equals, text) = f"override {override}", override.partition("=")
+    parents = key.split(".")
+    expected = "section.key=value or FILE.yaml"
+    if not equals or not all(part.isidentifier() for part in parents):
+        merged.problems.append(f"{source}: {describe_problem(show(override), expected, _nearest_words(key))}")
         return
     try:
-        parsed = parse_yaml(text)
-    except UnreadableFile as error:
-        merged.problems.append(f"{where}: {error}; expected section.key=value")
+        value, _ = parse_yaml(text)
+    except yaml.YAMLError as error:
+        merged.problems.append(f"{source}: {key}: {_describe_yaml_error(error, expected)}")
         return
-    if _COMMENT.search(text) and not text.startswith(("'", '"')) and isinstance(parsed.value, str | None):
-        merged.add(where, f"a comment in {show(text)}", f"quotes around #: {make_override(key, text)}")
+    if " #" in f" {text}" and not text.startswith(("'", '"')) and isinstance(value, str | None):
+        problem = describe_problem(f"a comment in {show(text)}", f"quotes around #: {make_override(key, text)}")
+        merged.problems.append(f"{source}: {key}: {problem}")
         return
-    for duplicate, _, _ in parsed.duplicates:
-        merged.add(f"{where}.{duplicate}", "a second time", "once")
-    if "." not in key or isinstance(merged.values.get(key.partition(".")[0]), dict | None):
-        merged.replace(key, parsed.value, source)  # a section that is no mapping is reported by the validation
+    for replacing in [None, value] if is_section(key) else [value]:  # a section is replaced as a whole
+        for name in reversed(parents):
+            replacing = {name: replacing}
+        merged.merge(replacing, {key: source})
 
 
-def _nearest_words(key: str, text: str) -> list[str]:
+def _nearest_words(word: str) -> list[str]:
     """Words for one that is no override: a file, or the key that it resembles."""
-    bare = key.lstrip("-")
-    nearest = [] if text or not Path(key).name else [name.removesuffix(".yaml") for name in nearest_files(key, Path())]
-    files = [name for name in nearest if "/" in key or Path(name).name == key]
-    if files or not _OVERRIDE_KEY.fullmatch(bare):
+    files = [name.removesuffix(".yaml") for name in _nearest_files(word, Path())]
+    if "/" in word or any(Path(name).name == word for name in files):
         return files
-    names = [f"{bare}.KEY"] if bare in SECTIONS else [bare] if "." in bare else nearest_keys(bare)
-    return [f"{name}={text or 'VALUE'}" for name in names]
+    return [f"{key}=VALUE" for key in nearest_keys(word.lstrip("-"))]
 
 
 def _resolve_deepspeed_config(merged: MergedFiles) -> None:
@@ -252,43 +319,8 @@ def _resolve_deepspeed_config(merged: MergedFiles) -> None:
     candidates = list(dict.fromkeys((folder / os.path.expanduser(written)).resolve() for folder in folders))
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
+        expected = f"a DeepSpeed JSON: none of {', '.join(map(str, candidates))}"
         shipped = [f"ds_configs/{path.name}" for path in sorted(SHIPPED_DEEPSPEED_CONFIGS.glob("*.json"))]
-        expected = f"a DeepSpeed JSON; tried {', '.join(map(str, candidates))}"
-        merged.add(f"{merged.source(key)}: {key}", f"{show(written)}, which is no file", expected, shipped)
-        return
+        raise RecipeError([f"{merged.find_source(key)}: {key}: {describe_problem(show(written), expected, shipped)}"])
     is_shipped = path.parent == SHIPPED_DEEPSPEED_CONFIGS
-    merged.values["engine"] = engine | {"deepspeed_config": f"ds_configs/{path.name}" if is_shipped else str(path)}
-
-
-def _validate(merged: MergedFiles) -> Recipe | None:
-    """Validate the values; add the problems of single keys, and of the rules whose keys are all valid."""
-    try:
-        return Recipe.model_validate(merged.values)
-    except ValidationError as error:
-        wrong = field_problems(error, merged.values)
-    problems: list[tuple[tuple[str, ...], str]] = [((".".join(location),), text) for location, text in wrong.items()]
-    recipe, wrong_keys = _build_valid_part(merged.values, wrong), {".".join(location) for location in wrong}
-    problems.extend(
-        (rule.keys, rule.describe(recipe))
-        for rule in broken_rules(recipe)
-        if not wrong_keys & {name for key in rule.keys for name in (key, key.partition(".")[0])}
-    )
-    merged.problems += [f"{merged.source(*keys)}: {keys[0]}: {text}" for keys, text in problems]
-    return None
-
-
-def _build_valid_part(values: dict[str, Any], wrong: Iterable[tuple[str, ...]]) -> Recipe:
-    """An unvalidated recipe for the rules, with the valid keys set and the others at their defaults."""
-    wrong_keys = {location[:2] for location in wrong}
-    parts: dict[str, Any] = {"lora": None}
-    for name, kind in SECTIONS.items():
-        keys = values.get(name)
-        if name == "lora" and keys is None:
-            continue
-        given = keys if isinstance(keys, dict) else {}
-        valid = {key: value for key, value in given.items() if (name, key) not in wrong_keys}
-        for key, value in valid.items():
-            if (name, key) in SUBSECTIONS and value is not None:
-                valid[key] = section_class(name, key).model_construct(set(value), **value)
-        parts[name] = kind.model_construct(set(valid), **valid)
-    return Recipe.model_construct(set(parts), **parts)
+    engine["deepspeed_config"] = f"ds_configs/{path.name}" if is_shipped else str(path)

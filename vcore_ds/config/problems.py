@@ -5,16 +5,16 @@ A message says where the value was set, what was found, what is expected, and th
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import shorten
 from vcore_ds.config.data_section import WeightedPath
-from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, BrokenRules, section_class
 
 _NAMES_ELSEWHERE = {
     "batch.global_size": "gradient_accumulation_steps gradient_accumulation train_batch_size global_batch_size",
@@ -78,56 +78,49 @@ def describe_problem(found: object, expected: str, nearest: Iterable[str] = ()) 
     return f"found {found}; expected {expected}{did_you_mean(nearest)}"
 
 
+def closest(word: str, words: Iterable[str]) -> str | None:
+    """The same or the most similar of these words; None if none is similar."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)
+
+
 def did_you_mean(names: Iterable[str]) -> str:
     """`; did you mean "a" or "b"?`; empty without names."""
     quoted = " or ".join(f'"{name}"' for name in names)
     return f"; did you mean {quoted}?" if quoted else ""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A key of a recipe."""
 
-    section: str
-    name: str
     values: str
     """Its valid values in words: `auto or a whole number of at least 1`."""
     default: str | None
     """As in YAML; None for a required key."""
     meaning: str
 
-    @property
-    def dotted(self) -> str:
-        return f"{self.section}.{self.name}"
 
+@cache
+def recipe_keys() -> dict[str, Key]:
+    """All keys by dotted name, in the order of the schema; those of a nested section come after its key."""
+    keys: dict[str, Key] = {}
 
-def recipe_keys() -> list[Key]:
-    """All keys in the order of the schema."""
-    return [key for section in SECTIONS for key in _section_keys(section)]
+    def add(*names: str) -> None:
+        for name, schema in section_class(*names).model_json_schema()["properties"].items():
+            default = schema.get("default")
+            default = default if isinstance(default, str) else json.dumps(default) if "default" in schema else None
+            meaning = " ".join(schema["description"].split())
+            keys[".".join((*names, name))] = Key(_describe_values(schema), default, meaning)
+            if (*names, name) in SUBSECTIONS:
+                add(*names, name)
+
+    for section in SECTIONS:
+        add(section)
+    return keys
 
 
 def section_meaning(section: str) -> str:
     """The description of a section."""
     return " ".join((SECTIONS[section].__doc__ or "").split())
-
-
-def _section_keys(*names: str) -> Iterator[Key]:
-    """The keys of a section; those of a nested section come after its key."""
-    for name, schema in _key_schemas(*names).items():
-        yield Key(
-            section=names[0],
-            name=".".join([*names[1:], name]),
-            values=_describe_values(schema),
-            default=_to_yaml(schema["default"]) if "default" in schema else None,
-            meaning=" ".join(schema["description"].split()),
-        )
-        if (names[0], name) in SUBSECTIONS:
-            yield from _section_keys(*names, name)
-
-
-def _key_schemas(*section: str) -> dict[str, Any]:
-    properties: dict[str, Any] = section_class(*section).model_json_schema()["properties"]
-    return properties
 
 
 def _describe_values(schema: dict[str, Any]) -> str:
@@ -137,7 +130,7 @@ def _describe_values(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         return "a section"
     if "const" in schema or "enum" in schema:
-        return _join_alternatives(_list_choices(schema))
+        return _join_alternatives(map(str, schema.get("enum", [schema.get("const")])))
     match schema["type"]:
         case "integer" | "number" as kind:
             bounds = [f"{words} {schema[name]:.10g}" for name, words in _BOUNDS.items() if name in schema]
@@ -158,54 +151,43 @@ def _describe_values(schema: dict[str, Any]) -> str:
             return {"boolean": "true or false", "string": "text", "null": "null"}[kind]
 
 
-def _list_choices(schema: dict[str, Any]) -> list[str]:
-    """The words among a key's values."""
-    branches = [choice for branch in schema.get("anyOf", []) for choice in _list_choices(branch)]
-    return [*branches, *map(str, schema.get("enum", [schema["const"]] if "const" in schema else []))]
-
-
 def _join_alternatives(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _to_yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def nearest_keys(name: str) -> list[str]:
-    """Valid dotted names for an unknown section or key, the likeliest first: a similar name in the same section, then
-    the same or a similar name elsewhere."""
+    """Valid dotted names for an unknown section or key: those of the same or the most similar last word, the one in the
+    same section first."""
     parent, _, word = name.rpartition(".")
     if word in NAMES_ELSEWHERE:
         return [NAMES_ELSEWHERE[word]]
-    keys = [*SECTIONS, *(key.dotted for key in recipe_keys())]
-    words = {key: key.rpartition(".")[2] for key in keys}
-    siblings = {words[key]: key for key in keys if key.rpartition(".")[0] == parent}
-    nearest = [siblings[other] for other in difflib.get_close_matches(word, siblings, n=1)]
-    nearest += [key for key in keys if words[key] == word]
-    similar = [] if nearest else difflib.get_close_matches(word, words.values(), n=1)
-    return list(dict.fromkeys(nearest)) or [key for key in keys if words[key] in similar]
+    words = {key: key.rpartition(".")[2] for key in (*SECTIONS, *recipe_keys())}
+    nearest = closest(word, words.values())
+    return sorted((key for key in words if words[key] == nearest), key=lambda key: key.rpartition(".")[0] != parent)
 
 
-def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Problems of single keys, by location: (section,), (section, key) or (section, key, nested key). The branches of a
-    union and the items of a list belong to one key. Rules over several keys are checked separately. `within`: location
-    of a section that was validated alone, such as ("data", "keep")."""
-    locations = [(*within, *map(str, details["loc"])) for details in error.errors(include_url=False)]
-    locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations if names]
+def list_problems(error: ValidationError, values: Any, *within: str) -> list[tuple[tuple[str, ...], str]]:
+    """(dotted keys, `found ...; expected ...`) of each wrong key; if there is none, of each broken rule over several
+    keys. The branches of a union and the items of a list belong to one key. `within`: the section that was validated
+    alone, such as "data", "keep"."""
+    details = error.errors(include_url=False)
+    if isinstance(broken := details[0].get("ctx", {}).get("error"), BrokenRules):
+        return broken.problems
     for name in reversed(within):
         values = {name: values}
-    return {location: _describe_field(location, values) for location in dict.fromkeys(locations)}
+    locations = [(*within, *map(str, detail["loc"])) for detail in details]
+    locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations]
+    return [((".".join(names),), _describe_field(names, values)) for names in dict.fromkeys(locations)]
 
 
 def _describe_field(location: tuple[str, ...], values: Any) -> str:
     """What was found and expected at a location."""
     *section, name = location
     value, is_missing = values, False
-    for key in location:
-        is_missing = not isinstance(value, dict) or key not in value
-        value = None if is_missing else value[key]
+    for part in location:
+        is_missing = not isinstance(value, dict) or part not in value
+        value = None if is_missing else value[part]
     found = "nothing" if is_missing else show(value)
     known = section_class(*section).key_names() if section else list(SECTIONS)
     if name not in known:
@@ -213,10 +195,9 @@ def _describe_field(location: tuple[str, ...], values: Any) -> str:
         return describe_problem(f"{found} under an unknown name", expected, nearest_keys(".".join(location)))
     if not section or location in SUBSECTIONS:
         keys = ", ".join(section_class(*location).key_names())
-        or_null = ", or null for full-parameter training" if name == "lora" else ", or null" if section else ""
-        return describe_problem(found, f"a section with keys {keys}{or_null}")
-    schema = _key_schemas(*section)[name]
-    near = difflib.get_close_matches(value, _list_choices(schema), n=1) if isinstance(value, str) else []
+        return describe_problem(found, f"a section with keys {keys}{', or null' * (bool(section) or name == 'lora')}")
+    key = recipe_keys()[".".join(location)]
+    nearest = closest(value, key.values.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     not_empty = ", not empty" if value in ("", [], {}) else ""
-    meaning = " ".join(schema["description"].split()).rstrip(".")
-    return describe_problem(found, f"{_describe_values(schema)}{not_empty} ({meaning})", near)
+    expected = f"{key.values}{not_empty} ({key.meaning.rstrip('.')})"
+    return describe_problem(found, expected, [nearest] if nearest else [])

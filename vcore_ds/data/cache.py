@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from filelock import FileLock, Timeout
 
-from vcore_ds.common.digests import cache_root
+from vcore_ds.common import __version__
 from vcore_ds.common.locks import read_request
-from vcore_ds.common.paths import reading, unfinished_path, writing
-from vcore_ds.common.version import __version__
+from vcore_ds.common.paths import cache_root, reading, unfinished_path, writing
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare.convert import PrepareRequest

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
-from vcore_ds.common import digests
+from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
@@ -99,7 +99,7 @@ def find_local_folder(path: str) -> Path:
 def compute_model_digest(path: str) -> str:
     """Compute `RULE` plus a SHA-256 of a model's configuration, and of names, sizes and contents of its weight files.
 
-    Weights of more than `digests.WHOLE_BYTES` together are sampled: the beginning of each tensor, then every
+    Weights of more than `paths.WHOLE_BYTES` together are sampled: the beginning of each tensor, then every
     `STEP_BYTES`, which is less than a matrix of a layer or an expert of a fused tensor. A change of an entire matrix,
     as by a merged adapter, is always detected; one of a few numbers between samples is not. Raises UserError if not all
     weights are on this machine.
@@ -107,7 +107,7 @@ def compute_model_digest(path: str) -> str:
     folder, digest = find_local_folder(path), hashlib.sha256()
     with reading("model.path", folder, "a model's folder that can be read"):
         files = [(file, file.stat().st_size) for file in _find_loaded_files(path, folder)]
-        reads_all = sum(size for _, size in files) <= digests.WHOLE_BYTES
+        reads_all = sum(size for _, size in files) <= paths.WHOLE_BYTES
         for file, size in files:
             digest.update(f"\n{file.name} {size}\n".encode())
             if reads_all or file.suffix == ".json":
@@ -146,4 +146,4 @@ def _iter_samples(file: Path, size: int) -> Iterator[bytes]:
     """Yield a file's list of tensors, and bytes at positions derived from it."""
     tensors = read_header(file)
     yield repr([(name, *tensor[1:]) for name, tensor in tensors.items()]).encode()
-    yield from digests.read_samples(file, size, {0} | {tensor.offset for tensor in tensors.values()})
+    yield from paths.read_samples(file, size, {0} | {tensor.offset for tensor in tensors.values()})

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, UnreadableFile, read_text
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS, read_text
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.settings import PlanSettings
@@ -138,15 +138,14 @@ def _read_json(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} twice in one object")
         return dict(pairs)
 
+    expected = "a JSON object with DeepSpeed's settings"
     try:
-        config = json.loads(read_text(path), object_pairs_hook=refuse_duplicates)
+        config = json.loads(read_text(path, expected), object_pairs_hook=refuse_duplicates)
         found = show(config)
-    except FileNotFoundError:
-        config, found = None, "no such file"
-    except (UnreadableFile, ValueError) as error:
+    except ValueError as error:
         config, found = None, str(error)
     if not isinstance(config, dict):
-        raise RecipeError([f"{path}: found {found}; expected a JSON object with DeepSpeed's settings"])
+        raise RecipeError([f"{path}: found {found}; expected {expected}"])
     return config
 
 

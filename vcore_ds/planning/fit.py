@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vcore_ds.common.text import count, gib
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory

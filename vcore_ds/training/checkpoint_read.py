@@ -9,7 +9,7 @@ from pathlib import Path
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import DataConfig
-from vcore_ds.config.resume import read_resolved_recipe
+from vcore_ds.config.load import read_resolved_recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import is_readable
+from vcore_ds.common.paths import cache_root, is_readable
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
 from vcore_ds.config.sections import MethodConfig, ProbeConfig

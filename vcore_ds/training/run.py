@@ -15,8 +15,7 @@ from vcore_ds.common.paths import write_json, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.resume import flat_values
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.data.cache import check_source
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
+from vcore_ds.common import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import LOCK
 from vcore_ds.common.paths import (
@@ -30,9 +31,8 @@ from vcore_ds.common.paths import (
     write_text,
     writing,
 )
-from vcore_ds.common.version import __version__
-from vcore_ds.config.resume import differing_keys, read_resolved_recipe
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.load import read_resolved_recipe
+from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 

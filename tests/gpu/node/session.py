@@ -1,12 +1,12 @@
 """Tests that need several GPUs: collectives, checkpoints, faults and speed on the 8, 4 or 2 GPUs of a node.
 
     make gpu8                                       all parts, in the order of their value
-    make gpu8 ONLY="resume kill"                    some of them, even if they have passed
+    make gpu8 ONLY="resume kill"                    some of them
     python -m tests.gpu.node.session --list         the parts
     python -m tests.gpu.node.session --try cpu      the same scripts on two ranks without a GPU, in tiny sizes
     python -m tests.gpu.node.session --try simulated
 
-Parts are run, stopped, kept and skipped as those of `make gpu` (`tests.gpu.session`), one after another. Results are in
+Parts are run, stopped and skipped as those of `make gpu` (`tests.gpu.session`), one after another. Results are in
 `runs/gpu8`, with `--try` in `runs/gpu8_cpu` and `runs/gpu8_simulated`.
 """
 

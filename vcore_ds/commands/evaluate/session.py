@@ -41,12 +41,11 @@ from transformers.utils import logging
 from vcore_ds.commands.evaluate import Sampling
 from vcore_ds.commands.evaluate.tasks import ChosenTask, format_generations
 from vcore_ds.commands.named_model import NamedModel, end_token_ids, generate_answers, load_to_answer, longest_sequence
-from vcore_ds.common.digests import compute_file_digest
+from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunStopped, UserError, first_line
-from vcore_ds.common.paths import check_folder, refuse_existing, write_text, writing
+from vcore_ds.common.paths import check_folder, compute_file_digest, refuse_existing, write_text, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
-from vcore_ds.common.version import __version__
 from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, is_right
 from vcore_ds.data.conversations import check_tokenizer, render_prompt
 from vcore_ds.data.tokenization import load_tokenizer

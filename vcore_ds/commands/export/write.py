@@ -7,9 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, writing
+from vcore_ds.common.paths import (
+    check_folder,
+    compute_file_digest,
+    discard,
+    reading,
+    refuse_existing,
+    unfinished_path,
+    writing,
+)
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder

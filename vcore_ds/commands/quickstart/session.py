@@ -12,10 +12,8 @@ from typing import Any
 from vcore_ds.commands.quickstart.traces import prepare_model, prepare_quickstart_data, write_if_new
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, writing
-from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.config.load import load_recipe, make_override
-from vcore_ds.config.resume import flat_values
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
+from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.data.cache import check_source
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.distributed import layout
@@ -57,29 +55,31 @@ def load_with_additions(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
 
 
 def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Make model and data, and return overrides with their paths and an unused output folder."""
+    """Make model and data, and return overrides with their paths and an unused output folder, without keys that the
+    user has set in overrides or fragments."""
     folder = REPOSITORY / recipe.run.output_dir
     folders = itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2)))
     values: dict[str, Any] = {"run.output_dir": next(path for path in folders if not path.exists())}
     chosen = find_chosen(recipe, overrides)
+    split: dict[str, Any] = {}
     if "data.train_path" not in chosen:
         data = prepare_quickstart_data(DATA)
         values |= {"model.path": data.model, "data.train_path": data.train}
         values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
-        return without_chosen(values, recipe, overrides)
-    for file in recipe.data.train_files():
-        check_source(file.path)  # before anything that takes long
-    if "model.path" not in chosen:
-        values["model.path"] = prepare_model(DATA)
-    if "schedule.num_steps" not in chosen:
-        values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
-    values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
-    split: dict[str, Any] = {}
-    if "data.validation_path" not in chosen:
-        # Scores and reference log-probabilities are of all rows.
-        is_whole = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
-        split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
-    return without_chosen(values, recipe, overrides) + [make_override(key, value) for key, value in split.items()]
+    else:
+        for file in recipe.data.train_files():
+            check_source(file.path)  # before anything that takes long
+        if "model.path" not in chosen:
+            values["model.path"] = prepare_model(DATA)
+        if "schedule.num_steps" not in chosen:
+            values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
+        values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
+        if "data.validation_path" not in chosen:
+            # Scores and reference log-probabilities are of all rows.
+            is_whole = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
+            split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
+    kept = {key: value for key, value in values.items() if key not in chosen} | split
+    return [make_override(key, value) for key, value in kept.items()]
 
 
 def find_chosen(recipe: Recipe, overrides: Sequence[str]) -> set[str]:
@@ -87,12 +87,6 @@ def find_chosen(recipe: Recipe, overrides: Sequence[str]) -> set[str]:
     shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
     changed = {key for key, value in wanted.items() if key not in shipped or value != shipped[key]}
     return changed | {word.partition("=")[0] for word in overrides}
-
-
-def without_chosen(values: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Turn `values` into overrides, leaving out keys that the user has set."""
-    chosen = find_chosen(recipe, overrides)
-    return [make_override(key, value) for key, value in values.items() if key not in chosen]
 
 
 def split_rows(source: str) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
 from vcore_ds.common.text import COLOURS, check_matplotlib, new_figure
 from vcore_ds.config.problems import show
-from vcore_ds.config.resume import flat_values
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.training import run_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.training.metrics_log import list_notes

@@ -12,8 +12,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import reading, refuse_existing
 from vcore_ds.config import sections
-from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.schema import Recipe
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ import numpy as np
 
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
 from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, count_rows, write_results
+from vcore_ds.common import __version__
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
-from vcore_ds.common.version import __version__
-from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import flat_values
 from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.scores_folder import PAGE, ScoredCheckpoint, ScoredData, Scores

@@ -27,14 +27,11 @@ from vcore_ds.commands.sweep.folder import (
     load_sweep,
     read_sweep_folder,
 )
-from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
-from vcore_ds.common.paths import is_readable, reading, write_text, writing
+from vcore_ds.common.paths import compute_file_digest, is_readable, reading, write_text, writing
 from vcore_ds.common.text import align_columns
-from vcore_ds.config.files import dump_yaml
-from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
-from vcore_ds.config.schema import Recipe
+from vcore_ds.config.load import dump_recipe, dump_yaml, read_resolved_recipe
+from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.distributed.signals import STOPPING
 
 HELP = "run a grid or list of recipes over seeds, here or as a SLURM job array"

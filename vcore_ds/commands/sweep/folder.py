@@ -27,8 +27,7 @@ from pydantic.functional_validators import BeforeValidator
 
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.common.paths import writing
-from vcore_ds.config.files import ParsedYaml, UnreadableFile, parse_yaml, read_text
-from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.config.load import load_recipe, make_override, read_yaml
 from vcore_ds.config.problems import RecipeError, describe_problem, show
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
@@ -85,23 +84,24 @@ class Sweep:
 def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     """Read a sweep file and resolve the recipe of every run. `num_ranks`: world size of a run; None where that is not
     known yet. Raises RecipeError with all problems of the file, or of all cells."""
-    file, parsed = Path(path), _parse(Path(path))
+    file = Path(path)
+    values, lines = _parse(file)
 
     def place(key: str) -> str:
-        return f"{file}{f':{line}' if (line := parsed.lines.get(key)) else ''}: {key}"
+        return f"{file}{f':{line}' if (line := lines.get(key)) else ''}: {key}"
 
     def check(is_valid: bool, key: str, found: str, expected: str) -> None:
         if not is_valid:
             raise RecipeError([f"{place(key)}: {describe_problem(found, expected)}"])
 
     try:
-        sweep = SweepFile.model_validate(parsed.value)
+        sweep = SweepFile.model_validate(values)
     except ValidationError as error:
         problems: dict[str, str] = {}
         for one in error.errors():
             key = str(one["loc"][0])
             for part in one["loc"][1:]:  # without the parts that name a type
-                key = f"{key}.{part}" if f"{key}.{part}" in parsed.lines else key
+                key = f"{key}.{part}" if f"{key}.{part}" in lines else key
             found = "nothing" if one["type"] == "missing" else show(one["input"])
             # Of a value that may have one of several types, the first says enough.
             problems.setdefault(key, f"found {found}; {one['msg'].removeprefix('Value error, ')}")
@@ -122,22 +122,13 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     return Sweep(file, folder, references, _resolve(file, sweep, cells, folder, num_ranks))
 
 
-def _parse(path: Path) -> ParsedYaml:
-    expected = f"expected a sweep: YAML with the keys {', '.join(SweepFile.model_fields)}"
-    try:
-        parsed = parse_yaml(read_text(path))
-    except FileNotFoundError:
-        raise RecipeError([f"{path}: found no such file; {expected}"]) from None
-    except UnreadableFile as error:
-        raise RecipeError([f"{path}{error.position}: {error}; {expected}"]) from None
-    if not isinstance(parsed.value, dict) or parsed.value.keys() & Recipe.model_fields.keys():
-        raise RecipeError([f"{path}: found no sweep; {expected}. The line `recipe: FILE` names a recipe"])
-    if parsed.duplicates:
-        raise RecipeError(
-            f"{path}:{line}: {key}: {describe_problem(f'a second time (first in line {first})', 'once')}"
-            for key, line, first in parsed.duplicates
-        )
-    return parsed
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The values of a sweep file, and the line of each key."""
+    expected = f"a sweep: YAML with the keys {', '.join(SweepFile.model_fields)}"
+    values, lines = read_yaml(path, expected)
+    if values.keys() & Recipe.model_fields.keys():
+        raise RecipeError([f"{path}: found no sweep; expected {expected}. The line `recipe: FILE` names a recipe"])
+    return values, lines
 
 
 def _list_grid(grid: Mapping[str, list[Any] | dict[str, tuple[str, ...]]]) -> Iterator[Cell]:
@@ -305,11 +296,9 @@ def is_sweep(folder: Path) -> bool:
 
 def read_sweep_folder(folder: Path) -> SweepFolder:
     """Read sweep.yaml. Raises UserError where it is missing, damaged, or of another version."""
-    path = folder / SWEEP
+    expected = "the folder of a sweep (output_dir), as vcore-ds sweep writes it"
+    values, _ = read_yaml(folder / SWEEP, expected)
     try:
-        values = parse_yaml(read_text(path)).value
         return SweepFolder(folder, dict(values["cells"]), list(values["runs"]), dict(values["inputs"]))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: found no {SWEEP} there; expected the folder of a sweep (output_dir)") from None
-    except (UnreadableFile, TypeError, KeyError, ValueError):
-        raise UserError(f"{path}: is damaged, or of another version; expected a file of vcore-ds sweep") from None
+    except (TypeError, KeyError, ValueError):
+        raise UserError(f"{folder / SWEEP}: is damaged, or of another version; expected {expected}") from None

@@ -17,7 +17,7 @@ from vcore_ds.commands.report.runs import ReportedRun
 from vcore_ds.commands.report.tables import MEANS
 from vcore_ds.commands.sweep.folder import SweepFolder
 from vcore_ds.common.statistics import cell, paired
-from vcore_ds.config.resume import flat_values
+from vcore_ds.config.schema import flat_values
 from vcore_ds.planning.known_models import find_shape
 from vcore_ds.planning.passes import parameter_counts
 

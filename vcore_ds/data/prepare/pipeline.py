@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vcore_ds.common import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences, discard_parts, resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_json, write_text
 from vcore_ds.common.text import Progress
-from vcore_ds.common.version import __version__
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import convert
 from vcore_ds.data.prepare.convert import PrepareRequest

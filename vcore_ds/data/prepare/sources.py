@@ -14,9 +14,16 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.paths import COMPRESSIONS, DATA_SUFFIXES, can_be_hub_id, find_data_suffix, reading, split_source
+from vcore_ds.common.paths import (
+    COMPRESSIONS,
+    DATA_SUFFIXES,
+    can_be_hub_id,
+    compute_file_digest,
+    find_data_suffix,
+    reading,
+    split_source,
+)
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch

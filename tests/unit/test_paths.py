@@ -1,11 +1,14 @@
-"""Atomic writes: a path holds the old content, nothing, or all of the new, whatever interrupts the write."""
+"""Atomic writes, of which a path holds the old content, nothing, or all of the new; and digests of files."""
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
 from vcore_ds.common import paths
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import STEP_BYTES, cache_root, compute_file_digest
 
 
 def list_names(folder: Path) -> list[str]:
@@ -19,7 +22,7 @@ def write_folder(path: Path, text: str) -> None:
         assert unfinished == paths.unfinished_path(path) and not path.exists()
 
 
-def test_a_file_is_made_with_its_folder_and_replaced(tmp_path: Path):
+def test_a_file_is_replaced_and_a_folder_never(tmp_path: Path):
     path = tmp_path / "new" / "file"
     for text in ("first", "second"):
         with paths.write_atomically(path) as unfinished:
@@ -27,13 +30,11 @@ def test_a_file_is_made_with_its_folder_and_replaced(tmp_path: Path):
             assert not path.exists() or path.read_text() == "first"
         assert path.read_text() == text
     assert list_names(path.parent) == ["file"]
-
-
-def test_a_folder_gets_its_name_at_the_end_and_is_never_replaced(tmp_path: Path):
     write_folder(tmp_path / "folder", "one")
     with pytest.raises(OSError, match="not empty"), paths.write_atomically(tmp_path / "folder") as unfinished:
         unfinished.mkdir()
-    assert (tmp_path / "folder" / "inner" / "file").read_text() == "one" and list_names(tmp_path) == ["folder"]
+    assert (tmp_path / "folder" / "inner" / "file").read_text() == "one"
+    assert list_names(tmp_path) == ["folder", "new"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -96,3 +97,70 @@ def test_content_is_flushed_before_the_rename_and_the_folder_after_it(tmp_path: 
     flushed = ["folder.unfinished", "folder.unfinished/inner", "folder.unfinished/inner/file"]
     assert sorted(calls[:3]) == [f"flush {name}" for name in flushed]
     assert calls[3:] == ["rename folder.unfinished", "flush ."]
+
+
+# ---- digests: every byte of a small file counts, samples throughout a large one, and none is read twice -------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_root() / "digests"
+
+
+def change(path: Path, position: int) -> None:
+    """Change a byte; size and modification time stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(b"!")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_change_in_the_middle_of_equal_size_and_time_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_SETTLED_NS", 0)  # so that the first digest is kept
+    path, contents = tmp_path / "rows.jsonl", bytearray(b"x" * 2**22)
+    path.write_bytes(contents)
+    first = compute_file_digest(path)
+    expected = hashlib.sha256(f"{2**22} ".encode() + hashlib.sha256(contents).digest()).hexdigest()
+    assert first == f"2:{expected}"
+    change(path, 2**21 + 5)
+    assert compute_file_digest(path) != first
+    (tmp_path / "copy").write_bytes(path.read_bytes())
+    assert compute_file_digest(tmp_path / "copy") == compute_file_digest(path)
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    path.write_text("{}")
+    with pytest.raises(UserError, match="found a byte that is no UTF-8"):
+        compute_file_digest(path)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("position", [0, STEP_BYTES + 4095, 2 * STEP_BYTES + 99])
+def test_a_large_file_is_sampled_from_end_to_end(
+    position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "WHOLE_BYTES", 0)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"x" * (2 * STEP_BYTES + 100))
+    first = compute_file_digest(path)
+    change(path, position)
+    assert compute_file_digest(path) != first
+    path.write_bytes(b"short")
+    assert compute_file_digest(path) != first
+
+
+def test_a_file_is_read_once_and_again_when_it_has_just_been_written(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("a")
+    first = compute_file_digest(path)
+    assert not cache.exists()  # another change may get the same time
+    monkeypatch.setattr(paths, "_SETTLED_NS", 0)
+    assert compute_file_digest(path) == first and len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    assert compute_file_digest(path) == first
