@@ -41,10 +41,6 @@ def iter_imported_modules(folder: Path) -> Iterator[tuple[str, str]]:
                     yield name, path.relative_to(folder).as_posix()
 
 
-EXTRAS = PROJECT["optional-dependencies"]
-ALL = [*PROJECT["dependencies"], *(word for extra in EXTRAS.values() for word in extra)]
-
-
 def parse_distributions(requirements: Iterable[str]) -> set[str]:
     """Names of distributions, without this one."""
     names = {re.split(r"[\[<>=~! ;]", requirement)[0].lower() for requirement in requirements}
@@ -56,8 +52,9 @@ def list_modules(requirements: Iterable[str]) -> set[str]:
 
 
 def test_the_package_imports_what_is_declared_and_nothing_else() -> None:
+    extras = PROJECT["optional-dependencies"]
     declared = list_modules(PROJECT["dependencies"])
-    optional = list_modules(requirement for name in EXTRAS.keys() - {"test"} for requirement in EXTRAS[name])
+    optional = list_modules(requirement for name in extras.keys() - {"test"} for requirement in extras[name])
     imported = {name for name, _ in iter_imported_modules(REPOSITORY / "vcore_ds")} - IF_INSTALLED
     assert (imported - optional) | {"wandb"} == declared  # wandb is imported by accelerate
     assert optional - imported == IMPORTED_BY_OTHERS and not optional & declared
@@ -70,9 +67,10 @@ def test_packages_that_tests_import_are_declared() -> None:
         for name, path in iter_imported_modules(REPOSITORY / "tests")
         if not path.startswith(("rl/", "benchmarks/", "experiments/", "gpu/"))
     }
-    declared = list_modules(ALL)
+    extras = PROJECT["optional-dependencies"]
+    declared = list_modules([*PROJECT["dependencies"], *(word for extra in extras.values() for word in extra)])
     assert imported <= declared, imported - declared
-    unused = parse_distributions(EXTRAS["test"]) - {name.replace("_", "-") for name in imported} - TOOLS - IF_INSTALLED
+    unused = parse_distributions(extras["test"]) - {name.replace("_", "-") for name in imported} - TOOLS - IF_INSTALLED
     assert unused == set(), unused
 
 
@@ -84,13 +82,16 @@ def test_extras_are_imported_where_a_message_names_them() -> None:
 
 def test_constraints_pin_every_declared_distribution() -> None:
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (REPOSITORY / "constraints.txt").open()}
-    missing = {name for name in parse_distributions(ALL) if name.replace("_", "-") not in pinned}
+    extras = PROJECT["optional-dependencies"].values()
+    declared = parse_distributions([*PROJECT["dependencies"], *(word for extra in extras for word in extra)])
+    missing = {name for name in declared if name.replace("_", "-") not in pinned}
     assert missing == set()
 
 
 def test_extras_of_other_distributions_have_the_names_that_pip_finds() -> None:
     """pip warns of others, such as those with an underscore, and leaves them out."""
-    for word in ALL:
+    extras = PROJECT["optional-dependencies"].values()
+    for word in [*PROJECT["dependencies"], *(word for extra in extras for word in extra)]:
         match = re.match(r"([\w-]+)\[(.*?)\]", word)
         if match is not None and match[1] != PROJECT["name"]:
             assert set(match[2].split(",")) <= set(metadata(match[1]).get_all("Provides-Extra") or ()), word
@@ -100,14 +101,15 @@ def test_the_environment_of_the_tests_has_every_extra() -> None:
     """`make .venv` installs demo and test."""
     makefile = (REPOSITORY / "Makefile").read_text()
     (line,) = re.findall(r"\n\$\(BIN\)/installed-tests: EXTRAS := (.*)\n", makefile)
+    extras = PROJECT["optional-dependencies"]
     installed: set[str] = set()
     waiting = line.split(",")
     while waiting:
         name = waiting.pop()
         installed.add(name)
-        nested = re.findall(r"vcore_ds\[(.*?)\]", " ".join(EXTRAS[name]))
+        nested = re.findall(r"vcore_ds\[(.*?)\]", " ".join(extras[name]))
         waiting += [extra for names in nested for extra in names.split(",") if extra not in installed]
-    assert installed == EXTRAS.keys()
+    assert installed == extras.keys()
 
 
 def test_the_image_copies_what_a_build_needs() -> None:
@@ -118,4 +120,4 @@ def test_the_image_copies_what_a_build_needs() -> None:
     assert copied == needed | {folder.partition("/")[0] for folder in folders}
     assert all((REPOSITORY / name).exists() for name in copied)
     (extras,) = re.findall(r"'\.\[(.*)\]' -c constraints.txt", text)
-    assert set(extras.split(",")) <= EXTRAS.keys()
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()

@@ -278,7 +278,7 @@ def test_another_folder_is_left_alone(folder: Path) -> None:
         read_sweep_folder(Path("out"))
     for text in ("cells: [", "cells: {}\nruns: []"):  # the latter as up to 0.7, without inputs
         Path("out/sweep.yaml").write_text(text)
-        with pytest.raises(UserError, match="out/sweep.yaml: is damaged, or of another version"):
+        with pytest.raises(UserError, match="out/sweep.yaml:"):
             read_sweep_folder(Path("out"))
 
 
