@@ -96,8 +96,8 @@ def _fewest(smallest: RunPlan | None) -> str:
 
 
 def shipped_names(folder: str) -> list[str]:
-    """Names of the YAML files in a folder of the shipped recipes; those of `parts` are in subfolders."""
-    pattern = "*/*.yaml" if folder == "parts" else "*.yaml"
+    """Names of the YAML files in a folder of the shipped recipes; those of `parts` in subfolders too."""
+    pattern = "**/*.yaml" if folder == "parts" else "*.yaml"
     return sorted(path.relative_to(SHIPPED_RECIPES).as_posix() for path in (SHIPPED_RECIPES / folder).glob(pattern))
 
 
