@@ -279,5 +279,7 @@ def test_a_merged_adapter_computes_what_the_engine_computed(outcomes, name):
     print(f"{difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
     assert difference < TOLERANCE[precision]
     shutil.rmtree(outcome.folder / "checkpoints")
-    from_adapter = load_tensors(export_run(outcome.folder, merge=True))
+    from_adapter = export_run(outcome.folder, merge=True)
+    assert from_adapter == outcome.folder / "export" / "adapter" / "merged"
+    from_adapter = load_tensors(from_adapter)
     assert all(torch.equal(from_adapter[key], tensor) for key, tensor in load_tensors(merged).items())

@@ -74,21 +74,18 @@ OFF_ZERO_RATE = 1e-3
 
 @dataclass
 class Fidelity:
-    """Accuracy of both estimators in one setting; correlations are Spearman's, over the tokens of the batch."""
+    """Accuracy of both estimators in one setting; correlations are Spearman's, over the tokens of the batch. None where
+    a number was not computed."""
 
-    exact_spread: float
-    """Standard deviation of the exact utilities."""
+    exact_spread: float  # standard deviation of the exact utilities
     jvp: float
     jvp_relative_error: float
     with_fp8_tangents: float
-    """Correlation of forward mode with `utility.tangent_precision: fp8`."""
     upcast_relative_error: float | None
     """Error, against fp64, of the fp32 reference that the other fields compare with; over the tokens of the first
-    sequence. None where it was not computed."""
-    jvp_along_exact_gradient: float | None
-    """Correlation with the utilities along the reference's probe gradient; None where it was not computed."""
-    finite_difference: dict[float, float]
-    """By epsilon."""
+    sequence."""
+    jvp_along_exact_gradient: float | None  # with the utilities along the reference's probe gradient
+    finite_difference: dict[float, float]  # by epsilon
 
 
 @pytest.fixture(scope="module")

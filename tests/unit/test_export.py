@@ -191,16 +191,6 @@ def test_the_rehearsal_of_a_result_writes_all_its_files(base, tmp_path, kind):
         assert tensors.keys() == load_tensors(exported).keys() and not any(map(torch.numel, tensors.values()))
 
 
-def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):
-    export_run(lora_run, output=lora_run / "adapter")
-    from_checkpoint = load_tensors(export_run(lora_run, merge=True))
-    shutil.rmtree(lora_run / "checkpoints")
-    folder = export_run(lora_run, merge=True)
-    assert folder == lora_run / "export" / "adapter" / "merged"
-    merged = load_tensors(folder)
-    assert all(torch.equal(merged[name], tensor) for name, tensor in from_checkpoint.items())
-
-
 def test_the_newest_checkpoint_that_verifies_is_exported(base, full_run, capsys):
     changed = {name: tensor + 1 for name, tensor in make_trained_masters(base, lora=False).items()}
     newest = write_checkpoint(full_run, 30, changed)

@@ -137,7 +137,7 @@ def test_measured_and_probe_sequences_are_disjoint(
 
 
 def test_too_little_data_is_refused() -> None:
-    with pytest.raises(UserError, match="data.train_path: found 1 sequence "):
+    with pytest.raises(UserError, match="data.train_path: found too few"):
         choose_sequences(([1], [1]), None, 1, 4, 0)
-    with pytest.raises(UserError, match="data.probe_path: found 0 sequences "):
+    with pytest.raises(UserError, match="data.probe_path: found too few"):
         choose_sequences(([9], [1]), 0, 1, 4, 0)

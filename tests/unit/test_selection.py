@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -375,9 +375,7 @@ def test_values_without_a_json_type_are_converted(setup: Path, tmp_path: Path) -
     ("name", "value", "shown"),
     [
         ("a.parquet", [{"bytes": b"a"}], "found b'a'"),
-        ("a.parquet", timedelta(1), "found datetime.timedelta(days=1)"),
         ("a.parquet", Decimal("1.5"), "found Decimal('1.5')"),
-        ("a.parquet", math.nan, "Out of range float values are not JSON compliant"),
         ("a.jsonl", -math.inf, "Out of range float values are not JSON compliant"),
     ],
 )

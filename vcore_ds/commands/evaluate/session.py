@@ -132,14 +132,10 @@ class InProcessAPI(ModelAPI):
 
 
 def open_server(
-    url: str,
-    name: str,
-    model: NamedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: GenerateConfig,
-    sampling: Sampling,
+    arguments: argparse.Namespace, model: NamedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> Model:
-    """The model `name` on an OpenAI-compatible server. Raises UserError where it cannot be reached."""
+    """The model on an OpenAI-compatible server. Raises UserError where it cannot be reached."""
+    url = arguments.url.rstrip("/")
     try:
         httpx.get(f"{url}/models", timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -152,11 +148,11 @@ def open_server(
     except OSError:
         settings = GenerationConfig()
     # The sampling fields that OpenAI's API lacks.
-    config.extra_body = {key: getattr(sampling, key) for key in ("top_k", "min_p", "repetition_penalty")}
-    config.extra_body["stop_token_ids"] = end_token_ids(settings, tokenizer)
+    fields = {key: getattr(sampling, key) for key in ("top_k", "min_p", "repetition_penalty")}
+    fields["stop_token_ids"] = end_token_ids(settings, tokenizer)
     return get_model(
-        f"openai-api-completions/vcore/{name}",
-        config=config,
+        f"openai-api-completions/vcore/{arguments.served_name or model.path}",
+        config=GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p, extra_body=fields),
         base_url=url,
         api_key=os.environ.get("OPENAI_API_KEY") or "none",  # any text, for servers that need none
         memoize=False,
@@ -181,19 +177,17 @@ def evaluate(
         prompts = {task.name: _digest(task.describe()) for task in tasks}  # for `vcore-ds compare`
         logs = _find_logs(arguments, model, sampling, tasks, prompts)
         tasks = [task._replace(problems=_render(task.problems, tokenizer)) for task in tasks]
-        config = GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)
         described: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
         if arguments.url is None:
             batches = _make_batches(tasks, sampling.seed, arguments.batch_size)
             api = InProcessAPI(model, tokenizer, sampling, arguments.precision, batches)
             # inspect registers classes, but takes any callable that returns an instance.
-            asked = Model(modelapi(name="vcore_ds")(lambda: lambda: api)(), config)  # type: ignore[call-arg]
+            asked = Model(modelapi(name="vcore_ds")(lambda: lambda: api)(), GenerateConfig())  # type: ignore[call-arg]
             described |= {name: getattr(arguments, name) for name in ("precision", "batch_size")}
             described["device"] = api.device.type
         else:
-            url, name = arguments.url.rstrip("/"), arguments.served_name or model.path
-            asked = open_server(url, name, model, tokenizer, config, sampling)
-            described |= {"url": url, "served_name": name}
+            asked = open_server(arguments, model, tokenizer, sampling)
+            described |= {"url": arguments.url, "served_name": arguments.served_name or model.path}
         written = _run(asked, logs, arguments, sampling.seed, tasks)
         settings = {**asdict(sampling), "prompts": prompts}
         evaluation = _write_result(arguments, described, settings, tasks, written)

@@ -165,12 +165,11 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
     Raises UserError where there is none; with the reason for each existing checkpoint."""
     checkpoints = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in checkpoints if name in (None, folder.name)]
-    say = partial(print, flush=True)
-    find_problem = partial(checkpoint_folder.find_problem, say=say)
+    find_problem = partial(checkpoint_folder.find_problem, say=partial(print, flush=True))
     usable, problems = checkpoint_folder.find_newest_usable(candidates, find_problem)
     if usable is not None:
         for skipped in problems:
-            say(f"skipped checkpoint {skipped}")
+            print(f"skipped checkpoint {skipped}", flush=True)
         is_parallel = recipe.model.provider == "megatron"
         return ParallelCheckpointWeights(usable, recipe) if is_parallel else CheckpointWeights(usable)
     if problems:

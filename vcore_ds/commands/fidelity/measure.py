@@ -23,7 +23,6 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.common.statistics import rank_correlation, rank_correlations_within
-from vcore_ds.common.text import count as count_text
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig, UtilityConfig
 from vcore_ds.data.dataset import list_shares, shuffle_by_share
@@ -56,7 +55,6 @@ from vcore_ds.utility.estimators import (
 )
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
-DEFAULT_KL_BUDGET = 0.05  # nats; for the weights of a recipe whose method has no utilities
 REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
 RELIABLE_SPEARMAN = 0.9  # the lowest rank correlation with which utilities are good enough to train
 
@@ -218,12 +216,10 @@ def choose_sequences(
     if num_trusted is not None:
         others = drawn.permutation(num_trusted).tolist()
     if not measured or not others:
-        key, number = (
-            ("probe_path", num_trusted) if measured and num_trusted is not None else ("train_path", len(order))
-        )
+        key = "train_path" if num_trusted is None or not measured else "probe_path"
         raise UserError(
-            f"data.{key}: found {count_text(number, 'sequence')} within data.cutoff_length; expected some to measure "
-            "on and others to take a probe of"
+            f"data.{key}: found too few sequences within data.cutoff_length; expected some to measure on and others to "
+            "take a probe of"
         )
     return measured, others[:probe_size]
 
@@ -232,7 +228,7 @@ def _with_utilities(recipe: Recipe) -> Recipe:
     """Return the recipe, with VCORE in place of a method without utilities."""
     method = recipe.method
     if not method.uses_utilities:
-        method = MethodConfig(name="vcore", kl_budget=DEFAULT_KL_BUDGET, normalization=method.normalization)
+        method = MethodConfig(name="vcore", kl_budget=0.05, normalization=method.normalization)
     return recipe.model_copy(update={"method": method})
 
 

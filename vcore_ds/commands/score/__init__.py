@@ -175,10 +175,8 @@ def _select_checkpoints(run: Path, name: str | None) -> "list[ScoredCheckpoint]"
 
     with reading("RUN", run, "the folder of a run"):
         complete = {
-            folder.name: (step, checkpoint_folder.read_digest(folder))
-            for folder in reversed(checkpoint_folder.list_checkpoints(run / "checkpoints"))
-            if (folder / checkpoint_folder.COMPLETE).is_file()
-            and (step := checkpoint_folder.parse_step(folder)) is not None
+            folder.name: (checkpoint_folder.parse_step(folder) or 0, checkpoint_folder.read_digest(folder))
+            for folder in reversed(checkpoint_folder.list_complete(run / "checkpoints"))
         }
     if not complete or name not in (None, "all", *complete):
         names = ", ".join(complete) or "no finished one"
