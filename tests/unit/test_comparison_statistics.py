@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from operator import attrgetter
 
 import numpy as np
@@ -161,21 +162,19 @@ NUM_WORLDS = 1900
 """0.02 on either side of 0.95 is then four binomial standard errors: 4 sqrt(0.95 * 0.05 / 1900)."""
 
 
-def over_problems(world: World) -> Interval | None:
-    return t_estimate(world.differences[0]).interval
-
-
-def over_seeds(world: World) -> Interval | None:
-    return t_estimate(world.differences.mean(1)).interval
-
-
+INTERVALS: dict[str, Callable[[World], Interval | None]] = {
+    "problems": lambda world: t_estimate(world.differences[0]).interval,
+    "seeds": lambda world: t_estimate(world.differences.mean(1)).interval,
+    "mean over seeds": lambda world: t_estimate(world.differences.mean(0)).interval,
+    "two-way": lambda world: two_way_estimate(world.differences).interval,
+    "accuracy": lambda world: accuracy_interval(world.samples),
+}
 checkpoints, methods, methods_here = (attrgetter(name) for name in ("checkpoints", "methods", "methods_here"))
 
 
 @pytest.mark.parametrize(("num_problems", "num_samples"), [(674, 1), (60, 4)])
 def test_intervals_of_one_run_each_cover_the_checkpoints(num_problems: int, num_samples: int) -> None:
-    accuracy = (lambda world: accuracy_interval(world.samples), attrgetter("accuracy"))
-    pairs = [(over_problems, checkpoints), accuracy]
+    pairs = [(INTERVALS["problems"], checkpoints), (INTERVALS["accuracy"], attrgetter("accuracy"))]
     for share in measure_coverage(Setting(num_problems, num_samples), pairs, num_worlds=NUM_WORLDS):
         assert 0.93 <= share <= 0.97
 
@@ -183,22 +182,17 @@ def test_intervals_of_one_run_each_cover_the_checkpoints(num_problems: int, num_
 @pytest.mark.parametrize(("num_problems", "num_seeds"), [(674, 3), (60, 5)])
 def test_intervals_over_seeds_cover_the_methods(num_problems: int, num_seeds: int) -> None:
     setting = Setting(num_problems, 1, num_seeds)
-    (share,) = measure_coverage(setting, [(over_seeds, methods_here)], num_worlds=NUM_WORLDS)
+    (share,) = measure_coverage(setting, [(INTERVALS["seeds"], methods_here)], num_worlds=NUM_WORLDS)
     assert 0.93 <= share <= 0.97
 
 
 def test_intervals_that_ignore_a_source_of_spread_do_not_cover_the_methods() -> None:
     """Why problems alone are not enough, and what two-way clustering is for."""
 
-    def averaged(world: World) -> Interval | None:
-        return t_estimate(world.differences.mean(0)).interval
+    def measure(setting: Setting, name: str) -> float:
+        return measure_coverage(setting, [(INTERVALS[name], methods)], num_worlds=400)[0]
 
-    def two_way(world: World) -> Interval | None:
-        return two_way_estimate(world.differences).interval
-
-    (one_run,) = measure_coverage(Setting(674, 4), [(over_problems, methods)], num_worlds=400)
-    (over_means,) = measure_coverage(Setting(674, 4, 3), [(averaged, methods)], num_worlds=400)
-    assert one_run < 0.8 and over_means < 0.8
+    assert measure(Setting(674, 4), "problems") < 0.8 and measure(Setting(674, 4, 3), "mean over seeds") < 0.8
     setting = Setting(60, 4, 3, seed_noise=0.05, problem_noise=0.3, method_noise=1.0)
-    seeds, both = measure_coverage(setting, [(over_seeds, methods), (two_way, methods)], num_worlds=400)
-    assert seeds < 0.9 and both >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)
+    assert measure(setting, "seeds") < 0.9
+    assert measure(setting, "two-way") >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)

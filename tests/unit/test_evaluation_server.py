@@ -108,10 +108,8 @@ def test_every_sampling_field_is_sent_with_each_attempt(base: Path, tmp_path: Pa
         assert tokenizer.decode(body["prompt"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
     evaluation = read_evaluation(tmp_path / "out")
     assert evaluation.model["served_name"] == "m" and evaluation.model["url"] == url
-    assert (
-        evaluation.tasks["arithmetic"].mean_tokens == 5.0
-        and evaluation.tasks["arithmetic"].num_samples_per_problem == 2
-    )
+    result = evaluation.tasks["arithmetic"]
+    assert result.mean_tokens == 5.0 and result.num_samples_per_problem == 2
     samples = read_samples(tmp_path / "out", "arithmetic")
     assert {sample.truncated for sample in samples} == {True, False} and samples[0].answer == "12"
 
@@ -137,10 +135,7 @@ def test_an_evaluation_resumes_after_its_server_broke_down(base: Path, tmp_path:
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (
-            lambda path, body: (400, {"error": "too long"}) if body else answer_as_vllm(path, body),
-            "or was refused: Error code: 400",
-        ),
+        (lambda path, body: (400, {"error": "too long"}) if body else (404, {}), "or was refused: Error code: 400"),
         (lambda path, body: answer_as_vllm(path, body, extra_tokens=1), " tokens, as in training"),
     ],
 )
