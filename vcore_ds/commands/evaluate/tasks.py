@@ -142,19 +142,16 @@ def choose_supergpqa(problems: list[Sample]) -> list[Sample]:
     for problem in sorted(problems, key=lambda one: hashlib.sha256(f"42/{one.id}".encode()).digest()):
         groups[(problem.metadata or {})["discipline"]].append(problem)
     shares = {name: len(group) * SUBSET_SIZE / len(problems) for name, group in groups.items()}
-    counts = {name: int(share) for name, share in shares.items()}
-    for name in sorted(groups, key=lambda name: (counts[name] - shares[name], name))[
-        : SUBSET_SIZE - sum(counts.values())
-    ]:
-        counts[name] += 1
+    by_remainder = sorted(groups, key=lambda name: (int(shares[name]) - shares[name], name))
+    num_more = SUBSET_SIZE - sum(map(int, shares.values()))
+    counts = {name: int(shares[name]) + (place < num_more) for place, name in enumerate(by_remainder)}
     return [problem for name in sorted(groups) for problem in groups[name][: counts[name]]]
 
 
 def _read_livecodebench(row: Row) -> Sample:
     """Read a problem of LiveCodeBench, with the training prompt, which asks for C++."""
-    identifier = require_text(row, "question_id")
-    prompt = code_prompt(require_text(row, "question_content"))
-    return Sample(id=identifier, input=prompt, metadata={"row": {"question_id": identifier}})
+    name, prompt = require_text(row, "question_id"), code_prompt(require_text(row, "question_content"))
+    return Sample(id=name, input=prompt, metadata={"row": {"question_id": name}})
 
 
 def _read_ojbench(row: Row) -> Sample:

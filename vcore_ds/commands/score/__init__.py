@@ -113,11 +113,6 @@ def read_inputs(
     else:
         words = [make_override("model.path", target), make_override("data.train_path", data)]
         recipe = load_recipe(SHIPPED_RECIPES / "parts" / "scoring.yaml", [*words, *overrides])
-    if recipe.method.uses_utilities and recipe.utility.estimator != "jvp":
-        raise UserError(
-            "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, by forward-mode "
-            "differentiation. Add utility.estimator=jvp utility.epsilon=null"
-        )
     path_of_set: dict[str, str] = {}
     for word in sets:
         match = _SET.fullmatch(word)
