@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,8 +24,24 @@ from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
-from vcore_ds.config.problems import RecipeError, closest, describe_problem, list_problems, nearest_keys, show
-from vcore_ds.config.schema import FOREIGN_KEYS, SECTIONS, Recipe, is_section, iter_values
+from vcore_ds.config.problems import (
+    RecipeError,
+    breaks_rules,
+    closest,
+    describe_problem,
+    list_problems,
+    nearest_keys,
+    show,
+)
+from vcore_ds.config.schema import (
+    FOREIGN_KEYS,
+    SECTIONS,
+    Recipe,
+    is_section,
+    iter_values,
+    list_broken_rules,
+    section_class,
+)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "shipped"
@@ -157,22 +173,47 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
     the recipe. Fragments come first, in order, then the overrides. engine.deepspeed_config becomes
     `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; in other paths `~`
-    is expanded. Raises RecipeError with all problems of files and words, else of keys, else of rules over keys."""
+    is expanded. Raises RecipeError with all problems: of words, keys, and rules over valid keys; of files alone where
+    one cannot be read."""
     fragments = [word for word in overrides if _is_fragment(word)]
     merged = merge_files(path, fragments)
+    is_complete = not merged.problems  # else missing keys are not the recipe's mistake
     for word in overrides:
         if word not in fragments:
             _apply_override(merged, word)
-    if merged.problems:
+    if not is_complete:
         raise RecipeError(merged.problems)
     for section in SECTIONS.keys() - {"lora"}:
         merged.values.setdefault(section, {})  # a missing section is reported by its missing keys
     _resolve_deepspeed_config(merged)
     try:
-        return Recipe.model_validate(merged.values)
+        recipe = Recipe.model_validate(merged.values)
     except ValidationError as error:
         problems = list_problems(error, merged.values)
-        raise RecipeError(f"{merged.find_source(*keys)}: {keys[0]}: {text}" for keys, text in problems) from None
+        if not breaks_rules(error):
+            problems += _list_broken_rules(merged.values, [keys[0] for keys, _ in problems])
+        merged.problems += [f"{merged.find_source(*keys)}: {keys[0]}: {text}" for keys, text in problems]
+    if merged.problems:
+        raise RecipeError(merged.problems)
+    return recipe
+
+
+def _list_broken_rules(values: dict[str, Any], wrong: Iterable[str]) -> list[tuple[tuple[str, ...], str]]:
+    """Rules over several keys that the valid ones break, with the others at their defaults."""
+    wrong = {".".join(key.split(".")[:2]) for key in wrong}
+    parts: dict[str, Any] = {"lora": None}
+    for name, kind in SECTIONS.items():
+        keys = values.get(name)
+        if name == "lora" and keys is None:
+            continue
+        given = keys if isinstance(keys, dict) else {}
+        valid = {key: value for key, value in given.items() if f"{name}.{key}" not in wrong}
+        for key, value in valid.items():
+            if is_section(f"{name}.{key}") and value is not None:
+                valid[key] = section_class(name, key).model_construct(**value)
+        parts[name] = kind.model_construct(**valid)
+    rules = list_broken_rules(Recipe.model_construct(**parts))
+    return [rule for rule in rules if not wrong & {name for key in rule[0] for name in (key, key.partition(".")[0])}]
 
 
 def read_resolved_recipe(path: Path) -> Recipe:
@@ -321,6 +362,8 @@ def _resolve_deepspeed_config(merged: MergedFiles) -> None:
     if path is None:
         expected = f"a DeepSpeed JSON: none of {', '.join(map(str, candidates))}"
         shipped = [f"ds_configs/{path.name}" for path in sorted(SHIPPED_DEEPSPEED_CONFIGS.glob("*.json"))]
-        raise RecipeError([f"{merged.find_source(key)}: {key}: {describe_problem(show(written), expected, shipped)}"])
+        problem = describe_problem(show(written), expected, shipped)
+        merged.problems.append(f"{merged.find_source(key)}: {key}: {problem}")
+        return
     is_shipped = path.parent == SHIPPED_DEEPSPEED_CONFIGS
     engine["deepspeed_config"] = f"ds_configs/{path.name}" if is_shipped else str(path)

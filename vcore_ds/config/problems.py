@@ -167,13 +167,18 @@ def nearest_keys(name: str) -> list[str]:
     return sorted((key for key in words if words[key] == nearest), key=lambda key: key.rpartition(".")[0] != parent)
 
 
+def breaks_rules(error: ValidationError) -> bool:
+    """Whether rules over several keys are broken; else single keys are wrong."""
+    return isinstance(error.errors(include_url=False)[0].get("ctx", {}).get("error"), BrokenRules)
+
+
 def list_problems(error: ValidationError, values: Any, *within: str) -> list[tuple[tuple[str, ...], str]]:
     """(dotted keys, `found ...; expected ...`) of each wrong key; if there is none, of each broken rule over several
     keys. The branches of a union and the items of a list belong to one key. `within`: the section that was validated
     alone, such as "data", "keep"."""
     details = error.errors(include_url=False)
-    if isinstance(broken := details[0].get("ctx", {}).get("error"), BrokenRules):
-        return broken.problems
+    if breaks_rules(error):
+        return details[0]["ctx"]["error"].problems
     for name in reversed(within):
         values = {name: values}
     locations = [(*within, *map(str, detail["loc"])) for detail in details]

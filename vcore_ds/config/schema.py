@@ -40,9 +40,8 @@ class Recipe(sections.Section):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        broken = [(tuple(keys.split()), expected) for keys, expected in _broken_rules(self)]
-        if broken:
-            raise BrokenRules([(keys, f"found {_show(self, keys)}; expected {text}") for keys, text in broken])
+        if broken := list_broken_rules(self):
+            raise BrokenRules(broken)
         return self
 
 
@@ -58,6 +57,12 @@ SUBSECTIONS: dict[tuple[str, str], type[sections.Section]] = {
 
 FOREIGN_KEYS = {"adamw": ("momentum",), "sgd": ("betas", "eps", "momentum"), "muon": ()}
 """optimizer.name -> keys of that section which only other optimizers have."""
+
+
+def list_broken_rules(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
+    """(dotted keys, `found ...; expected ...`) of each rule over several keys that the recipe breaks."""
+    broken = [(tuple(keys.split()), expected) for keys, expected in _broken_rules(recipe)]
+    return [(keys, f"found {_show(recipe, keys)}; expected {text}") for keys, text in broken]
 
 
 def section_class(*names: str) -> type[sections.Section]:
