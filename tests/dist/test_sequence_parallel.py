@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
+from scipy.stats import spearmanr
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,13 +19,16 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_attention import CONFIGS
-from vcore_ds.data.batches import IGNORED_LABEL, StepBatches
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.planning.batch_layout import list_sequence_parallel_sizes
 from vcore_ds.training.step import take_direction
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import compute_jvp_utilities
+from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.dist
 
@@ -123,6 +127,38 @@ def measure_model(name: str) -> dict[int, tuple[float, float, float]]:
     }
 
 
+def measure_bf16_agreement() -> dict[int, float]:
+    """Spearman correlation of utilities in bf16 with those in fp32 on one rank per pack, along one direction, by
+    sequence-parallel size."""
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
+    engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
+    direction = Direction(engine)
+    direction.compute(
+        step_runs.deal(tiny.make_batch(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None
+    )
+    result: dict[int, Tensor] = {}
+
+    def join(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
+        """Utilities of all ranks' tokens, in the order of the sequences."""
+        local = {}
+        for batch, values in zip(batches, utilities, strict=True):
+            for row, sequence_id in enumerate(batch.sequence_ids):
+                local[sequence_id] = values[batch.sequence_index() == row]
+        together = {
+            i: values for rank_values in layout.gather_objects("job", local) for i, values in rank_values.items()
+        }
+        return torch.cat([together[i] for i in sorted(together)])
+
+    for k in (1, 2, 4):
+        batches = step_runs.deal(tiny.make_batch(16, num_tokens=128), 2, k)
+        result[k] = join(batches, compute_jvp_utilities(engine, direction, batches))
+    batches = step_runs.deal(tiny.make_batch(16, num_tokens=128), 2, 1)
+    with forward_mode(engine, direction, torch.float32):
+        exact = join(batches, [compute_losses_and_utilities(engine, batch)[1] for batch in batches])
+    engine.close()
+    return {k: float(spearmanr(values, exact).statistic) for k, values in result.items()}
+
+
 def train_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
     """Take two steps with dropout on adapters and activation checkpoints; returns their losses."""
     recipe = step_runs.make_recipe(method={"name": "sft"})
@@ -192,6 +228,7 @@ def run_all() -> dict[str, Any]:
             f"sequence-parallel size {k}, packed {packed}": train_with_dropout(k, packed=packed)
             for k, packed in ((1, True), (2, False), (4, True))
         },
+        "bf16": measure_bf16_agreement(),
         "exchanges": {k: count_exchanges(k) for k in (2, 4)},
         "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k)), math.inf], k) for k in sizes],
     }
@@ -226,6 +263,14 @@ def test_dropout_is_equal_at_every_sequence_parallel_and_world_size(results) -> 
     for result in results:
         for name, losses in result["dropout"].items():
             assert losses == pytest.approx(expected, abs=1e-5), name
+
+
+def test_bf16_utilities_are_as_accurate_as_on_one_rank(results) -> None:
+    for result in results:
+        print(result["bf16"])
+        assert result["bf16"][1] > 0.98
+        for k in (2, 4):
+            assert result["bf16"][k] == pytest.approx(result["bf16"][1], abs=0.002)
 
 
 def test_sums_over_data_count_a_row_once(results) -> None:
