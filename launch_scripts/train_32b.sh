@@ -11,7 +11,7 @@ set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$repository/.venv/bin:$PATH"
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
-exec deepspeed --quiet --master_port "$port" \
+exec python -P "$repository/vcore_ds/distributed/deepspeed_command.py" --quiet --master_port "$port" \
     "$repository/launch_scripts/train_32b.sh" "$@"
 '''
 import os

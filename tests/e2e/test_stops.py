@@ -3,6 +3,7 @@
 Tests of a launcher start it; in all others the ranks are forked.
 """
 
+import os
 import re
 import signal
 import socket
@@ -119,6 +120,18 @@ def test_sigterm_to_the_deepspeed_command_stops_the_run(run: SharedRun):
         job.wait_for(next_step_line(run))
         job.launcher.terminate()
         run.check_stopped(job, "the end of its launcher", code=-signal.SIGTERM)
+
+
+def test_ctrl_c_stops_a_script_without_a_traceback(run: SharedRun):
+    """A terminal sends SIGINT to all processes at once."""
+    with run.start("bash") as job:
+        job.wait_for(next_step_line(run))
+        os.killpg(job.launcher.pid, signal.SIGINT)
+        job.wait()
+        # The launcher's SIGTERM may come first.
+        reason = "SIGTERM" if "stopped by SIGTERM" in job.output else "SIGINT"
+        run.check_stopped(job, reason, code=128 + signal.SIGINT)
+    assert "KeyboardInterrupt" not in job.output
 
 
 @soak_only
