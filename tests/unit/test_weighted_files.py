@@ -160,6 +160,15 @@ def read_data(setup: Path, **data: object) -> Dataset:
     return make_reader(setup, **data).read_training_data(SFT, 0)
 
 
+def test_sequences_that_are_named_twice_are_said(
+    setup: Path, one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_reader(setup, train_path=list_weighted(setup, a=3, b=1)).read_training_stores()
+    assert "same sequences" not in capsys.readouterr().out
+    make_reader(setup, train_path=list_weighted(setup, a=3, b=1, store=1)).read_training_stores()
+    assert f"{setup / 'store'} has the same sequences as {setup / 'b.jsonl'}" in capsys.readouterr().out
+
+
 def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_rank: None) -> None:
     reader = make_reader(setup, train_path=list_weighted(setup, a=3, store=1))
     data = reader.read_training_data(SFT, 0)

@@ -241,6 +241,12 @@ class DataReader:
         if len(stores) == 1:
             return stores[0]
         joined = JoinedStores(stores, [file.weight for file in files])
+        digests = [store.digest for store in stores]
+        for i, digest in enumerate(digests):
+            if (first := digests.index(digest)) < i:
+                console.warn(
+                    f"data.train_path: {files[i].path} has the same sequences as {files[first].path}; they count twice"
+                )
         for file, first in zip(files, joined.first_ids, strict=True):
             console.note(f"Sequence ids of {file.path}: from {first:,}")
         return joined
