@@ -20,6 +20,7 @@ from tests.helpers.exports import load_tensors, write_checkpoint, write_run
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.export import write
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.named_model import end_token_ids
 from vcore_ds.common.errors import UserError
@@ -222,6 +223,21 @@ def test_only_an_export_of_the_same_weights_is_reused(base, full_run):
     shutil.rmtree(folder)
     assert export_run(full_run, reuse=True) == folder
     assert metadata_load(folder / "README.md")["checkpoint"] == (checkpoint / "COMPLETE").read_text().strip()
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_one_message(base, full_run, monkeypatch, capsys):
+    find = write.find_trained_weights
+
+    def find_and_delete(*arguments):
+        trained = find(*arguments)
+        shutil.rmtree(full_run / "checkpoints" / trained.name)
+        return trained
+
+    monkeypatch.setattr(write, "find_trained_weights", find_and_delete)
+    assert main(["export", str(full_run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step_00000020/state" in line and "No such file" in line
+    assert [*(full_run / "export").rglob("*.safetensors")] == []
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["full", "merged"])
