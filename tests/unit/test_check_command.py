@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -108,15 +109,12 @@ def test_check_reports_how_well_the_ranks_are_used(
 ) -> None:
     sizes = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen3", "head_dim": 128}))
-    for name, path in (
-        ("RECIPE", RECIPE),
-        ("TENSOR", TENSOR),
-        ("MODEL", tmp_path),
-        ("SHORT", write_short_model(tmp_path)),
-    ):
-        report = report.replace(name, str(path))
     words, *starts = [line.strip() for line in report.splitlines()]
-    assert main(["check", *words.split(), f"run.output_dir={tmp_path}/new"]) == 0
+    paths = {"RECIPE": RECIPE, "TENSOR": TENSOR, "MODEL": tmp_path, "SHORT": write_short_model(tmp_path)}
+    for name, path in paths.items():
+        words = words.replace(name, shlex.quote(str(path)))
+        starts = [start.replace(name, str(path)) for start in starts]
+    assert main(["check", *shlex.split(words), f"run.output_dir={tmp_path}/new"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for start in starts:  # `...`: other lines before it
         while start.startswith("...") and not lines[0].startswith(start[3:]):

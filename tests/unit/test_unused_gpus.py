@@ -80,7 +80,7 @@ def test_gpus_that_can_be_used_or_not_be_opened_are_not_refused(
 def test_launch_scripts_stop_with_the_message(script: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in *gpus.py) echo "GPUs: found" >&2; exit 2;; *) {sys.executable} "$@";; esac'
+        f'#!/bin/sh\ncase "$*" in *gpus.py) echo "GPUs: found" >&2; exit 2;; *) "{sys.executable}" "$@";; esac'
     )
     python.chmod(0o755)
     (tmp_path / "launch_scripts").mkdir()
