@@ -11,7 +11,7 @@ import numpy as np
 
 from vcore_ds.commands.report.page import Table, format_number
 from vcore_ds.common.statistics import cell, paired
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.method_section import MethodConfig
 
 BATCH_SIZE = 16  # training sequences a step; trusted ones are additional
 WARMUP_RATIO = 0.1

@@ -13,7 +13,7 @@ from tests.experiments import task
 from tests.experiments.directions import ADAM_EPS, BETAS, CLIP, Direction, make_small_qwen3, token_losses
 from tests.experiments.settings import BATCH_SIZE, Setting, learning_rate_factor
 from tests.experiments.task import Traces, TraceStream
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.method.weights import Tokens, segment_sum
 from vcore_ds.training.weighting import alpha_of_micro_batch, sequence_weights, token_weights
 

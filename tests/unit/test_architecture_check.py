@@ -19,7 +19,8 @@ from transformers import (
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig, ParallelConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import LoraConfig, ModelConfig, ParallelConfig
 from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import check_configuration, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION

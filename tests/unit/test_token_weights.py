@@ -17,7 +17,7 @@ from tests.unit.test_store import make_sequences
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, write_results
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.data import scores_folder
 from vcore_ds.data.batches import IGNORED_LABEL, pack
 from vcore_ds.data.dataset import ChangedDataset

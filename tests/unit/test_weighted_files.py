@@ -14,8 +14,9 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.data_section import DataConfig, WeightedPath
 from vcore_ds.config.load import dump_recipe, read_resolved_recipe
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.schema import Recipe, differing_keys
-from vcore_ds.config.sections import MethodConfig, ProbeConfig, RunConfig
+from vcore_ds.config.sections import ProbeConfig, RunConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import (
     Dataset,

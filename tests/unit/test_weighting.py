@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import oracle
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.method.objective import GlobalCounts, sequence_shares, utility_moments
 from vcore_ds.method.weights import Tokens, uniform_weights
 from vcore_ds.training.weighting import alpha_of_global_batch, alpha_of_micro_batch, token_weights

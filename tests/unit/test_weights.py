@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.soak import IS_SOAK
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.method.weights import (
     gibbs_weights,
     gibbs_weights_for_budget,

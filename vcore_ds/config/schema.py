@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from vcore_ds.config import sections
 from vcore_ds.config.data_section import DataConfig, KeepConfig
+from vcore_ds.config.method_section import MethodConfig
 
 
 class BrokenRules(ValueError):
@@ -23,7 +24,7 @@ class BrokenRules(ValueError):
 class Recipe(sections.Section):
     """A complete description of a run: the same recipe and data give the same run."""
 
-    method: sections.MethodConfig = Field(default_factory=sections.MethodConfig)
+    method: MethodConfig = Field(default_factory=MethodConfig)
     utility: sections.UtilityConfig = Field(default_factory=sections.UtilityConfig)
     probe: sections.ProbeConfig = Field(default_factory=sections.ProbeConfig)
     model: sections.ModelConfig

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import (
     BatchConfig,
     EngineConfig,
     LoraConfig,
-    MethodConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

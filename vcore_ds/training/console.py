@@ -4,7 +4,8 @@ import sys
 from typing import Any
 
 from vcore_ds.common.text import Progress, duration, gib
-from vcore_ds.config.sections import MethodConfig, ProbeConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.distributed import layout
 
 notes: list[str] = []  # details for start.txt of the run that starts, in order

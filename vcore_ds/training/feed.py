@@ -12,7 +12,8 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import cache_root, is_readable
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
-from vcore_ds.config.sections import MethodConfig, ProbeConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import find_or_make_store, find_shared, is_small
 from vcore_ds.data.dataset import (

@@ -12,7 +12,8 @@ import torch
 
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.config.data_section import DataConfig
-from vcore_ds.config.sections import MethodConfig, RunConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import RunConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.data.dataset import Dataset, keep_random_tokens, list_shares, shuffle_by_share
 from vcore_ds.data.tokenization import TokenizedSequence

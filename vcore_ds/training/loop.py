@@ -10,7 +10,8 @@ import torch
 from vcore_ds.common.errors import RunStopped
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import Progress
-from vcore_ds.config.sections import MethodConfig, ProbeConfig, RunConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import ProbeConfig, RunConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout

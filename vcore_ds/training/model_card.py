@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.data_section import DataConfig
-from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import LoraConfig, ModelConfig
 from vcore_ds.models import model_folder
 from vcore_ds.models.description import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.sections import EngineConfig, MethodConfig, ParallelConfig, ProbeConfig, UtilityConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import EngineConfig, ParallelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
 from vcore_ds.distributed.process_group import run_first_rank_first, start_process_group

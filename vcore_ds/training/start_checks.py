@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.statistics import rank_correlations_within
-from vcore_ds.config.sections import EngineConfig, MethodConfig, ProbeConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import EngineConfig, ProbeConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout

@@ -7,7 +7,8 @@ import torch
 
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import DataConfig, WeightedPath
-from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig, ProbeConfig, UtilityConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import LoraConfig, ModelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_store
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device

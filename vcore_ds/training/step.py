@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vcore_ds.config.sections import MethodConfig, ProbeConfig
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vcore_ds.common.random_streams import Stream, generator
-from vcore_ds.config.sections import MethodConfig
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory

@@ -23,8 +23,9 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.common.statistics import rank_correlation, rank_correlations_within
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import MethodConfig, UtilityConfig
+from vcore_ds.config.sections import UtilityConfig
 from vcore_ds.data.dataset import list_shares, shuffle_by_share
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout

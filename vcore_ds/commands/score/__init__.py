@@ -13,6 +13,7 @@ from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import reading, refuse_existing
 from vcore_ds.config import sections
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.schema import Recipe
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> 
     unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path")
     data = {"trusted_share": 0.0, "trusted_overlap": "drop", **dict.fromkeys(unused)}
     changes = {
-        "method": sections.MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
+        "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": sections.UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
         # Clipping scales all utilities alike. The optimizer's Jacobian needs it: moments are of clipped gradients.
         "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
