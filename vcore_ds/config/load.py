@@ -346,7 +346,7 @@ def _nearest_words(word: str) -> list[str]:
     files = [name.removesuffix(".yaml") for name in _nearest_files(word, Path())]
     if "/" in word or any(Path(name).name == word for name in files):
         return files
-    return [f"{key}=VALUE" for key in nearest_keys(word.lstrip("-"))]
+    return [key if key.endswith(".yaml") else f"{key}=VALUE" for key in nearest_keys(word.lstrip("-"))]
 
 
 def _resolve_deepspeed_config(merged: MergedFiles) -> None:
