@@ -16,6 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytestmark = pytest.mark.e2e
 
+NAMES = """eval/validation_loss time/seconds_probe time/supervised_tokens_per_second time/flops_training
+memory/peak_memory_bytes layout/padding_share layout/probe_rank_imbalance probe/probe_loss
+probe/utility_std probe/direction_norm weights/kl weights/alpha train/loss train/grad_norm train/epoch""".split()
+"""Some metrics of each group (docs/tracking.md)."""
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 OFFLINE = {"WANDB_MODE": "offline"}
 
@@ -28,6 +32,7 @@ def train(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: s
         "checkpoint.every_steps=2",
         "checkpoint.keep_last=9",
         "track.trackers=[tensorboard]",
+        "run.validate_every=3",
         *changes,
     )
     with ForkedJob(main, ["train", RECIPE, *overrides], log, num_ranks=num_ranks, **environment) as job:
@@ -53,10 +58,11 @@ def check_scalars(events: EventAccumulator, lines: list[dict[str, Any]]) -> None
             if key != "step" and value is not None:
                 expected.setdefault(key, {})[line["step"]] = value
     # A tag remains although its only steps were repeated without it.
-    shown = {key for key in events.Tags()["scalars"] if events.Scalars(key)}
-    assert shown == expected.keys() and len(expected) > 25
+    shown = {name.partition("/")[2]: name for name in events.Tags()["scalars"] if events.Scalars(name)}
+    assert shown.keys() == expected.keys() and len(expected) > 25 and set(NAMES) <= set(shown.values())
+    assert {name.partition("/")[0] for name in shown.values()} == {name.partition("/")[0] for name in NAMES}
     for key, values in expected.items():
-        scalars = events.Scalars(key)
+        scalars = events.Scalars(shown[key])
         assert [scalar.step for scalar in scalars] == list(values), key
         assert [scalar.value for scalar in scalars] == pytest.approx(list(values.values()), rel=1e-6), key
 

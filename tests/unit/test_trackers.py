@@ -52,7 +52,7 @@ def test_a_tracker_gets_every_line_in_order(tmp_path: Path, capsys: pytest.Captu
     for step in range(1, 51):
         log.write({"step": step, "loss": 1.0 / step, "tau": None, "kl": float("inf")})
     log.close()
-    assert tracker.lines == [{"step": step, "loss": 1.0 / step} for step in range(1, 51)]
+    assert tracker.lines == [{"step": step, "train/loss": 1.0 / step} for step in range(1, 51)]
     assert tracker.is_closed and not read_warnings(capsys)
 
 

@@ -1,4 +1,4 @@
-"""The metrics log of a run, metrics.jsonl, and the trackers that receive the same lines.
+"""The metrics log of a run, metrics.jsonl, and the trackers that receive its lines, with names in groups.
 
 Trackers are those of `accelerate.tracking`. Each reads address and credentials from environment variables. TensorBoard
 (`tensorboard --logdir` of the run's folder) and Trackio need none: their data stay on this machine.
@@ -8,6 +8,7 @@ import atexit
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,8 +34,24 @@ CLOSE_SECONDS = 60.0  # time to send the remaining lines at the end of a run
 
 DRAIN_SECONDS = 5.0  # the same if a run ends early: another attempt may be waiting
 
+GROUPS = {
+    "eval": r"validation_loss.*",
+    "time": r"seconds.*|.*tokens_per_second|flops_.*|utilization.*",
+    "memory": r"peak_memory_bytes.*|checkpoint_bytes",
+    "layout": r"padding_share|(probe_)?(rank_imbalance|sequence_parallel)|expert_.*",
+    "probe": r"(probe|direction|utility)_.*|epsilon|changed_fraction|signal_to_noise",
+    "weights": r"alpha|(batch_)?(tau|kl|effective_sample_size)|num_saturated|total_weight",
+}
+"""Group of metrics at trackers -> pattern of their keys, the first that matches; those of the rest are in `train`."""
+
 RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
+
+
+def tracker_name(key: str) -> str:
+    """The name at trackers of a key of metrics.jsonl: GROUP/KEY; of the axis, `step`, itself."""
+    group = next((name for name, pattern in GROUPS.items() if re.fullmatch(pattern, key)), "train")
+    return key if key == "step" else f"{group}/{key}"
 
 
 class BackgroundTracker:
@@ -121,7 +138,7 @@ class MetricsLog:
                     f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory, and the run "
                     "ends at the next checkpoint unless they can be written by then"
                 )
-        numbers = {key: value for key, value in clean.items() if value is not None}
+        numbers = {tracker_name(key): value for key, value in clean.items() if value is not None}
         for tracker in self._trackers:
             tracker.write(numbers)
 
