@@ -51,7 +51,7 @@ def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: py
     expected = [
         "1 dropped: unclosed thinking",
         "exact duplicates: 1",
-        "1 dropped: malformed",
+        "1 malformed rows are left out; the first: ",
         "2 have an answer without thinking",
     ]
     assert all(text in lines for text in expected) and "ignored: `id` 3" in lines

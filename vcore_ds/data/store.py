@@ -156,7 +156,8 @@ class TokenStore(TokenizedSequences):
     def count_dropped_rows(self) -> tuple[int | None, dict[str, int]]:
         """Number of rows read to make the store (None if unknown), and of rows dropped for each reason."""
         counts = self.manifest.get("counts", {})
-        return counts.get("rows"), _count_dropped(counts)
+        malformed = {"malformed": counts["malformed"]} if counts.get("malformed") else {}
+        return counts.get("rows"), malformed | counts.get("dropped", {})
 
     def describe(self) -> str:
         """Describe the amount of data, each rule that dropped rows, and each observation, in a line each."""
@@ -192,15 +193,11 @@ class TokenStore(TokenizedSequences):
 
 
 def describe_counts(counts: Mapping[str, Any]) -> list[str]:
-    """Describe the rows that were dropped, what was noticed of others, and how they were read: a manifest's counts."""
-    dropped = [f"{number:,} dropped: {rule}" for rule, number in _count_dropped(counts).items()]
+    """Describe the rows that were dropped, what was noticed, malformed rows too, and how rows were read: a manifest's
+    counts."""
+    dropped = [f"{number:,} dropped: {rule}" for rule, number in counts.get("dropped", {}).items()]
     noticed = [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
     return [*dropped, *noticed, *counts.get("reading", [])]
-
-
-def _count_dropped(counts: Mapping[str, Any]) -> dict[str, int]:
-    malformed = {"malformed": counts["malformed"]} if counts.get("malformed") else {}
-    return malformed | counts.get("dropped", {})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
