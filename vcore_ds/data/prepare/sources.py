@@ -137,7 +137,9 @@ def find_local_files(source: str, split: str) -> list[RawFile] | None:
     elif can_be_hub_id(name):
         return None
     else:
-        raise UserError(f"{name}: there is no such file (looked from {Path.cwd()}), and it is no hub id (owner/name)")
+        made = "; python -m vcore_ds.commands.quickstart.traces runs/quickstart_data makes it"
+        missing = f"there is no such file (looked from {Path.cwd()}), and it is no hub id (owner/name)"
+        raise UserError(f"{name}: {missing}{made * name.startswith('runs/quickstart_data/')}")
     _check_suffixes(paths)
     return [RawFile(str(file)) for file in paths]
 
