@@ -4,7 +4,7 @@
 #   bash launch_scripts/quickstart.sh        deepspeed launch_scripts/quickstart.sh
 #   torchrun --nproc_per_node 2 launch_scripts/quickstart.sh
 # Arguments are overrides and fragments to merge: ... methods/dft.yaml schedule.num_steps=50 run.output_dir=runs/dft
-# --eval evaluates the result at the end, on arithmetic and held-out problems.
+# --eval evaluates the result at the end, on arithmetic and held-out problems (needs the extra `eval`: make .venv).
 # This file is bash and Python at once: bash reads this part, the launchers run the part below with Python.
 set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -31,8 +31,7 @@ from vcore_ds.commands.cli import launch  # noqa: E402
 from vcore_ds.common.imports import lasting_imports  # noqa: E402
 
 with lasting_imports():
-    from vcore_ds.commands.quickstart.session import RECIPE, prepare, say_what_next
+    from vcore_ds.commands.quickstart.session import RECIPE, finish, prepare
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    at_its_end = {"after": say_what_next, "with_report": True, "can_evaluate": True}
-    sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, **at_its_end))
+    sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, after=finish))

@@ -24,12 +24,10 @@ from tests.helpers.late_imports import LateModule
 from tests.helpers.ranks import forkserver
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.evaluate import RANK_VARIABLES, Sampling, after_training, choose_sampling
+from vcore_ds.commands.evaluate import RANK_VARIABLES, Sampling, choose_sampling, evaluate_run
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
-from vcore_ds.config.load import SHIPPED_RECIPES
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.distributed import layout
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
 
 if TYPE_CHECKING:
@@ -237,7 +235,6 @@ def test_a_run_is_evaluated_after_training(base: Path, tmp_path: Path, monkeypat
     run = shutil.copytree(base, tmp_path / "run")
     # So that answers end soon.
     (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256)]}))
-    monkeypatch.setattr(layout, "_is_first", True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
 
@@ -251,7 +248,7 @@ def test_a_run_is_evaluated_after_training(base: Path, tmp_path: Path, monkeypat
             return subprocess.CompletedProcess(words, main([*words[3:], "--limit", "3"]))
 
     monkeypatch.setattr(subprocess, "run", run_here)
-    after_training(str(SHIPPED_RECIPES / "quickstart.yaml"), [f"run.output_dir={run}"])
+    evaluate_run(run)
     written = read_evaluation(run / RUN_EVALUATION)
     assert {name: task.num_problems for name, task in written.tasks.items()} == {"arithmetic": 3, "champ": 3}
     assert [len(task.problems) for task in tasks.choose_tasks(list(written.tasks))] == [200, 30]

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from vcore_ds.commands import (
     chat,
@@ -30,6 +31,7 @@ from vcore_ds.commands import (
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunFailed, RunStopped, UserError
+from vcore_ds.config.load import load_recipe
 from vcore_ds.distributed.signals import stop_signals
 
 COMMANDS = {
@@ -71,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RunFailed, RunStopped) as error:
         return _report(error)
     except BrokenPipeError:
-        if not _output_is_unread():
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(events & select.POLLERR for _, events in poll.poll(0)):  # as where `head` has closed the pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return EXIT_UNREAD
@@ -83,33 +87,27 @@ def launch(
     arguments: Sequence[str],
     *,
     before: Callable[[Sequence[str]], Sequence[str]] | None = None,
-    after: Callable[[], None] | None = None,
-    with_report: bool = False,
-    can_evaluate: bool = False,
+    after: Callable[[Path, bool], None] | None = None,
 ) -> int:
     """Train a script's default recipe as one rank, for the scripts in launch_scripts/. `arguments`: overrides and
     fragments, `--recipe FILE`, and the launcher's `--local_rank`. `before` is called first, with the overrides and
-    fragments, and returns overrides to add; `after` at the end. `with_report` writes the run's report before `after`;
-    `can_evaluate` accepts the option --eval, which evaluates the result."""
+    fragments, and returns overrides to add; `after` at the end, with the run's folder and whether to evaluate it: only
+    scripts with `after` have the option --eval."""
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
-    if can_evaluate:
+    if after is not None:
         parser.add_argument("--eval", action="store_true", help="evaluate the result on two small tasks at the end")
     add_overrides(parser)
     parsed = parser.parse_intermixed_args(arguments)
     stop_signals.listen()
     try:
-        if can_evaluate and parsed.eval:
+        if after is not None and parsed.eval:
             evaluate.check_packages()  # a missing package must not show up after hours of training
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         train.main(parsed, says_next=after is None)
-        if can_evaluate and parsed.eval:
-            evaluate.after_training(parsed.recipe, parsed.overrides)
-        if with_report:  # last, so that it includes the evaluation
-            report.after_training(parsed.recipe, parsed.overrides)
         if after is not None:
-            after()
+            after(Path(load_recipe(parsed.recipe, parsed.overrides).run.output_dir), parsed.eval)
     except (UserError, RunFailed, RunStopped) as error:
         return _report(error)
     return 0
@@ -143,13 +141,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     arguments.overrides = [*getattr(arguments, "overrides", []), *later]
     return arguments
-
-
-def _output_is_unread() -> bool:
-    """Whether standard output is a pipe whose reader has closed it, as `head` does."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _report(error: UserError | RunFailed | RunStopped) -> int:

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,15 +122,9 @@ def check_packages() -> None:
         )
 
 
-def after_training(recipe: str, overrides: Sequence[str]) -> None:
-    """Evaluate the run's result on the default tasks, on rank 0, in a process without the launcher's environment. A
-    failed evaluation is a warning; the run is finished."""
-    from vcore_ds.config.load import load_recipe
-    from vcore_ds.distributed import layout
-
-    if not layout.is_first():
-        return
-    run = Path(load_recipe(recipe, overrides).run.output_dir)
+def evaluate_run(run: Path) -> None:
+    """Evaluate a run's result on the default tasks, in a process without the launcher's environment. A failed
+    evaluation is a warning; the run is finished."""
     print("\nEvaluating the result on arithmetic and held-out problems (a few minutes):", flush=True)
     words = ["eval", str(run), "--output", str(run / RUN_EVALUATION)]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}

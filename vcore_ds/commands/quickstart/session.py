@@ -9,7 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vcore_ds.commands.evaluate import evaluate_run
 from vcore_ds.commands.quickstart.traces import prepare_model, prepare_quickstart_data, write_if_new
+from vcore_ds.commands.report import write_report
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, writing
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
@@ -60,7 +62,9 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     folder = REPOSITORY / recipe.run.output_dir
     folders = itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2)))
     values: dict[str, Any] = {"run.output_dir": next(path for path in folders if not path.exists())}
-    chosen = find_chosen(recipe, overrides)
+    shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
+    chosen = {key for key, value in wanted.items() if key not in shipped or value != shipped[key]}  # in fragments
+    chosen |= {word.partition("=")[0] for word in overrides}
     split: dict[str, Any] = {}
     if "data.train_path" not in chosen:
         data = prepare_quickstart_data(DATA)
@@ -80,13 +84,6 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
             split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
     kept = {key: value for key, value in values.items() if key not in chosen} | split
     return [make_override(key, value) for key, value in kept.items()]
-
-
-def find_chosen(recipe: Recipe, overrides: Sequence[str]) -> set[str]:
-    """Keys that the user has set, in overrides or fragments."""
-    shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
-    changed = {key for key, value in wanted.items() if key not in shipped or value != shipped[key]}
-    return changed | {word.partition("=")[0] for word in overrides}
 
 
 def split_rows(source: str) -> dict[str, Any]:
@@ -119,9 +116,19 @@ def split_rows(source: str) -> dict[str, Any]:
     return {"data.validation_path": None, **copies}
 
 
-def say_what_next() -> None:
-    if layout.is_first():
-        print(
-            f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer\n"
-            f"      bash {SCRIPT} data.train_path=my_traces.jsonl  # trains on your traces; more in README.md"
-        )
+def finish(run: Path, evaluates: bool) -> None:
+    """Evaluate the run's result if asked, and write its report, on rank 0. One that cannot be written is a warning: the
+    run itself succeeded."""
+    if not layout.is_first():
+        return
+    if evaluates:
+        evaluate_run(run)
+    try:
+        (page,) = write_report([run])  # last, so that it includes the evaluation
+        print(f"Report: {page} (open it in a browser)", flush=True)
+    except UserError as error:
+        print(f"warning: no report: {error}", flush=True)
+    print(
+        f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer\n"
+        f"      bash {SCRIPT} data.train_path=my_traces.jsonl  # trains on your traces; more in README.md"
+    )

@@ -91,19 +91,3 @@ def write_report(
         with writing("--output", file, "a file that can be written"):
             write_text(file, text)
     return [*texts, *written]
-
-
-def after_training(recipe: str, overrides: Sequence[str]) -> None:
-    """Write the report of the run that this process has just trained, on rank 0, and print its path. A report that
-    cannot be written is a warning: the run itself succeeded."""
-    from vcore_ds.config.load import load_recipe
-    from vcore_ds.distributed import layout
-
-    if not layout.is_first():
-        return
-    folder = Path(load_recipe(recipe, overrides).run.output_dir)
-    try:
-        (page,) = write_report([folder])
-        print(f"Report: {page} (open it in a browser)", flush=True)
-    except UserError as error:
-        print(f"warning: no report: {error}", flush=True)
