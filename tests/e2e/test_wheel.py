@@ -24,6 +24,8 @@ PACKAGE, CONFIGS = REPOSITORY / "vcore_ds", REPOSITORY / "ds_configs"
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
 PAGES = PACKAGE / "commands" / "report" / "page"
 """The folder with HTML, CSS and JavaScript."""
+SCRIPTS = REPOSITORY / "launch_scripts" / "slurm"
+SHIPPED = ("ds_configs", "recipes", "slurm")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -96,7 +98,7 @@ def test_pyproject_lists_all_packages() -> None:
     listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     names = {".".join(folder.relative_to(REPOSITORY).parts) for folder in folders}
-    assert sorted(listed) == sorted([*names, "vcore_ds.shipped.ds_configs", "vcore_ds.shipped.recipes"])
+    assert sorted(listed) == sorted([*names, *(f"vcore_ds.shipped.{name}" for name in SHIPPED)])
 
 
 def test_the_wheel_has_the_package_the_shipped_files_and_the_metadata_that_an_index_needs(wheel: Path) -> None:
@@ -108,7 +110,9 @@ def test_the_wheel_has_the_package_the_shipped_files_and_the_metadata_that_an_in
     package = {path.relative_to(REPOSITORY).as_posix() for path in [*PACKAGE.rglob("*.py"), *PAGES.iterdir()]}
     files = [*RECIPES.rglob("*.yaml"), RECIPES / "recipe.schema.json"]
     recipes = {f"vcore_ds/shipped/recipes/{path.relative_to(RECIPES).as_posix()}" for path in files}
-    assert names == package | recipes | {f"vcore_ds/shipped/ds_configs/{path.name}" for path in CONFIGS.glob("*.json")}
+    others = {f"vcore_ds/shipped/ds_configs/{path.name}" for path in CONFIGS.glob("*.json")}
+    others |= {f"vcore_ds/shipped/slurm/{path.name}" for path in SCRIPTS.iterdir()}
+    assert names == package | recipes | others
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert metadata["Version"] == __version__ and metadata["Name"].replace("_", "-") == "vcore-ds"
     assert metadata["Summary"] == project["description"] and metadata["License-Expression"] == "Apache-2.0"
@@ -147,3 +151,37 @@ def test_shipped_files_are_found_by_name_in_an_empty_folder(vcore_ds: Path, tmp_
     recipes = {path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml")}
     assert listed == recipes | {f"ds_configs/{path.name}" for path in CONFIGS.glob("*.json")}
     assert "  qwen3_4b_math_full.yaml                  Qwen3-4B, math, all parameters, VCORE as recomm" in done.stdout
+
+
+SBATCH = """#!/bin/bash
+# As SLURM: the script is copied, and runs in the folder of the submission.
+while [[ $1 == -* ]]; do shift; done
+cp "$1" spooled
+shift
+SLURM_ARRAY_TASK_ID=0 SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_STEP_ID=0 SLURM_JOB_NODELIST=n1 bash spooled "$@" > out
+echo 7
+"""
+SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+echo "$(command -v python) ${@: -2}" >> steps
+"""
+
+
+def test_a_sweep_is_submitted_to_slurm_from_any_folder(vcore_ds: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    (folder / "bin").mkdir(parents=True)
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": "#!/bin/bash\necho n1"}.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    cells = {"sft": "methods/sft.yaml"}
+    sweep = {"recipe": "qwen3_4b_math_lora.yaml", "output_dir": "my runs", "seeds": [1], "cells": cells}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(sweep))
+    submit = f'PATH="{folder}/bin:$PATH" exec "{vcore_ds}" sweep mine.yaml --slurm'
+    done = run(["bash", "-c", submit], folder)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("job array 7: 1 of 1 runs."), (
+        done.stdout
+    )
+    recipe, python = "my runs/recipes/sft/seed_1.yaml", vcore_ds.with_name("python")
+    expected = [f"{python} {command} {recipe}" for command in ("preflight", "train")]
+    assert (folder / "steps").read_text().splitlines() == expected
+    assert (folder / "my runs" / "logs" / "sft" / "seed_1.exit").read_text() == "0\n"

@@ -55,10 +55,9 @@ def test_a_disturbed_sweep_finishes_all_runs(disturbed: Path) -> None:
         assert steps == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_job_array_gives_the_same_table(
-    cluster: Cluster, setup: TinySetup, checkout: Path, disturbed: Path, tmp_path: Path
-) -> None:
-    """Each unfinished run has a node. The last task is stopped and requeued alone."""
+def test_a_job_array_gives_the_same_table(cluster: Cluster, setup: TinySetup, disturbed: Path, tmp_path: Path) -> None:
+    """Each unfinished run has a node. The last task is stopped and requeued alone. The folder from which the user
+    submits is none of the repository's."""
     file = write_sweep(tmp_path / "there", setup, SEEDS, CHANGES)
     folder = tmp_path / "there" / "sweep"
     begin_sweep(load_sweep(file, None))
@@ -67,7 +66,7 @@ def test_a_job_array_gives_the_same_table(
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def sweep(option: str) -> str:
-        return cluster.run(f"vcore-ds sweep {file} {option}", checkout, environment)
+        return cluster.run(f"vcore-ds sweep {file} {option}", tmp_path, environment)
 
     options = "--slurm --sbatch=--gpus-per-node=0"
     array = re.fullmatch(r"job array (\d+): 2 of 4 runs\. .*", sweep(options)).group(1)

@@ -328,7 +328,6 @@ def test_a_run_that_another_process_finishes_meanwhile_is_left_alone(
 
 def test_misuse_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        (["--slurm"], "found no launch_scripts/slurm/sweep.slurm here; submit from the repository"),
         (["--sbatch=--nodes=2"], "--sbatch: found without --slurm"),
         (["run.seed=3"], "found run.seed=3 after the sweep file"),
     ):

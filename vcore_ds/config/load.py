@@ -45,10 +45,12 @@ from vcore_ds.config.schema import (
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "shipped"
-"""Folder of the recipes and DeepSpeed JSON files in a wheel, see pyproject.toml; a checkout does not have it."""
+"""Folder of the recipes, SLURM scripts and DeepSpeed JSON files in a wheel (pyproject.toml); a checkout has none."""
 
 SHIPPED_RECIPES = _INSTALLED / "recipes" if _INSTALLED.is_dir() else _PACKAGE.parent / "launch_scripts" / "recipes"
 """Folder of the shipped recipes: `methods/dft.yaml` is found here from any working directory."""
+
+SHIPPED_SLURM = SHIPPED_RECIPES.with_name("slurm")  # scripts of `vcore-ds sweep --slurm`
 
 SHIPPED_DEEPSPEED_CONFIGS = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent) / "ds_configs"
 

@@ -5,6 +5,7 @@ import ctypes
 import getpass
 import hashlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -30,7 +31,7 @@ from vcore_ds.commands.sweep.folder import (
 from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
 from vcore_ds.common.paths import compute_file_digest, is_readable, reading, write_text, writing
 from vcore_ds.common.text import align_columns
-from vcore_ds.config.load import dump_recipe, dump_yaml, read_resolved_recipe
+from vcore_ds.config.load import SHIPPED_SLURM, dump_recipe, dump_yaml, read_resolved_recipe
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.distributed.signals import STOPPING
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("sweep", type=Path, metavar="SWEEP.yaml", help="sweep file, such as those in launch_scripts/sweeps")
     add("--status", action="store_true", help="show the state of each run and exit")
     add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this machine (default 1)")
-    add("--slurm", action="store_true", help="submit unfinished runs as a job array; start it in the repository")
+    add("--slurm", action="store_true", help="submit unfinished runs as a job array")
     add("--sbatch", default="", metavar="'OPTION ...'", help="options for sbatch, such as '--nodes=2 --time=8:00:00'")
     parser.set_defaults(overrides=[])
 
@@ -183,23 +184,21 @@ def _digest(key: str, path: str) -> str | None:
 
 # ---- a job array -----------------------------------------------------------------------------------------------------
 
-SCRIPT = Path("launch_scripts/slurm/sweep.slurm")
 JOBS = "slurm_jobs.txt"  # file in the sweep's folder with the ids of its job arrays, one per line
 
 
 def submit(sweep: SweepFolder, options: Sequence[str]) -> str:
-    """Submit a job array of the runs that are not done, running or queued; return a line for the screen. Raises
-    UserError where the repository or sbatch is missing, or sbatch fails."""
-    if not SCRIPT.is_file():
-        raise UserError(f"--slurm: found no {SCRIPT} here; submit from the repository: cd REPOSITORY")
+    """Submit an array of the runs that are not done, running or queued; return a line to print. Raises UserError."""
     states = find_states(sweep)
     tasks = [task for task, state in enumerate(states) if state not in (State.DONE, State.RUNNING, QUEUED)]
     if not tasks:
         return f"nothing to submit: all {len(states)} runs are done, running or queued"
     array = f"--array={','.join(map(str, tasks))}"
-    command = ["sbatch", "--parsable", array, *options, str(SCRIPT), str(sweep.folder)]
+    scripts = [str(SHIPPED_SLURM / name) for name in ("sweep.slurm", "train.sh")]
+    command = ["sbatch", "--parsable", array, *options, scripts[0], str(sweep.folder), scripts[1]]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the jobs run this installation
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
     except FileNotFoundError:
         raise UserError("--slurm: found no sbatch on this machine; expected a login node of a SLURM cluster") from None
     if done.returncode != 0:
