@@ -1,6 +1,7 @@
 """Sweeps: from a file to the recipes of its runs, the sweep's folder, the states of its runs, and the tables."""
 
 import fcntl
+import json
 import math
 import re
 from contextlib import AbstractContextManager
@@ -328,11 +329,53 @@ def test_a_run_that_another_process_finishes_meanwhile_is_left_alone(
 
 def test_misuse_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
+        (["--gpu=H100"], "--gpu: found without --dry-run"),
         (["--sbatch=--nodes=2"], "--sbatch: found without --slurm"),
         (["run.seed=3"], "found run.seed=3 after the sweep file"),
     ):
         assert main(["sweep", str(write()), *words]) == 2
         assert message in capsys.readouterr().err
+
+
+# ---- a plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_the_hours_of_the_plan_and_what_is_refused(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ["model.path=Qwen/Qwen3-4B", "lora={rank: 8, alpha: 16}", "schedule.num_steps=50"]
+    large.append("model.gradient_checkpointing=true")
+    cells = {
+        "small": ["model.path=model"],
+        "large": large,
+        "too_large": [*large, "lora=null", "model.path=Qwen/Qwen3-32B"],
+        "no_data": ["model.path=model", "data.probe_path=absent.jsonl"],
+        "no_rows": ["model.path=model", "data.validation_path=broken.jsonl"],
+        "no_model": ["model.path=models/absent"],
+    }
+    Path("broken.jsonl").write_text("{}\n")
+    assert main(["plan", "base.yaml", *large, "--gpus", "2", "--gpu", "H100", "--json"]) == 0
+    (plan,) = (one for one in json.loads(capsys.readouterr().out) if one["title"] == "vcore")
+    hours = 50 * plan["gpu_hours_per_100_steps"] / 100
+    path, before = write(cells=cells), sorted(inputs.rglob("*"))
+    assert main(["sweep", str(path), "--dry-run", "--ranks", "2"]) == 2
+    (text, error), refused = capsys.readouterr(), ("too_large", "no_data", "no_rows", "no_model")
+    *lines, last = text.splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert "2 runs  Plan on 2 H100: fits, " in rows["large"] and f"{hours:,.1f} GPU hours for 50 steps" in rows["large"]
+    assert {name for name, row in rows.items() if row.endswith("refused")} == {*refused}
+    assert last.startswith(f"12 runs, {2 * hours:.3g} GPU hours in all")  # those of the tiny model cost next to nothing
+    assert "4 of 6 cells would be refused" in error
+    for cell, named in zip(refused, ("memory", "absent.jsonl", "broken.jsonl", "models/absent"), strict=True):
+        assert any(f"  {cell}: " in line and named in line for line in error.splitlines()), cell
+    assert sorted(inputs.rglob("*")) == before
+    # Finished runs cost nothing more, and what the sweep itself would refuse is refused.
+    begun = begin_sweep(load_changed(cells={"small": cells["small"]}))
+    (begun.run_folder("small/seed_2") / "model").mkdir(parents=True)
+    assert main(["sweep", str(write(cells={"small": cells["small"]})), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("small  1 run  Plan on 1 H100: fits, ")
+    assert main(["sweep", str(write(cells={"other": cells["small"]})), "--dry-run"]) == 2
+    assert "small/seed_1: found there" in capsys.readouterr().err
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -50,26 +50,13 @@ def main(arguments: argparse.Namespace) -> None:
     JSON, the model's configuration, data on this machine, an output folder in use or not writable; and with --gpu if it
     does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    settings, tokenizer, warnings = derive_plan_settings(recipe), None, []
+    settings, warnings = derive_plan_settings(recipe), []
     try:
         can_resume(recipe)
     except FinishedRun as error:
         warnings.append(f"Warning: {error}")
     check_output_folder(Path(recipe.run.output_dir))
-    if is_on_disk(recipe.model.path):
-        # Imports torch and transformers: seconds.
-        from vcore_ds.models.architecture_check import check_configuration, check_model_folder
-
-        check_configuration(settings)
-        suffixes = {file.suffix for file in Path(recipe.model.path).glob("*")}
-        if suffixes & {".safetensors", ".bin"}:  # a configuration alone is enough for planning
-            check_model_folder(recipe.model.path)
-        if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
-            from vcore_ds.data.tokenization import load_tokenizer
-            from vcore_ds.training.model_card import rehearse_result
-
-            tokenizer = load_tokenizer(recipe.model.path)
-            rehearse_result(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
+    tokenizer = check_model(recipe)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
@@ -88,6 +75,27 @@ def main(arguments: argparse.Namespace) -> None:
     lines += [*warnings, f"Batch: {plan.describe()}", *describe_data(recipe, lengths)]
     lines += [*describe_ranks(recipe, plan, ds_config, lengths), *describe_rows(recipe, renderer)]
     print("\n".join(lines))
+
+
+def check_model(recipe: Recipe) -> "PreTrainedTokenizerBase | None":
+    """Check a model on this machine as a run does, and return its tokenizer, if it is here. Raises its UserErrors."""
+    if not is_on_disk(recipe.model.path):
+        return None
+    # Imports torch and transformers: seconds.
+    from vcore_ds.models.architecture_check import check_configuration, check_model_folder
+
+    check_configuration(derive_plan_settings(recipe))
+    suffixes = {file.suffix for file in Path(recipe.model.path).glob("*")}
+    if suffixes & {".safetensors", ".bin"}:  # a configuration alone is enough for planning
+        check_model_folder(recipe.model.path)
+    if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
+        from vcore_ds.data.tokenization import load_tokenizer
+        from vcore_ds.training.model_card import rehearse_result
+
+        tokenizer = load_tokenizer(recipe.model.path)
+        rehearse_result(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
+        return tokenizer
+    return None
 
 
 def plan_on(gpu: str, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> prediction.RunPlan:

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vcore_ds.commands.arguments import positive
+from vcore_ds.commands.check import check_model, plan_on
+from vcore_ds.commands.plan.columns import find_lengths
+from vcore_ds.commands.plan.prediction import LengthModel
 from vcore_ds.commands.sweep.folder import (
     ATTEMPT,
     SWEEP,
@@ -29,8 +33,8 @@ from vcore_ds.commands.sweep.folder import (
     read_sweep_folder,
 )
 from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
-from vcore_ds.common.paths import compute_file_digest, is_readable, reading, write_text, writing
-from vcore_ds.common.text import align_columns
+from vcore_ds.common.paths import can_be_hub_id, compute_file_digest, is_readable, reading, write_text, writing
+from vcore_ds.common.text import align_columns, count
 from vcore_ds.config.load import SHIPPED_SLURM, dump_recipe, dump_yaml, read_resolved_recipe
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.distributed.signals import STOPPING
@@ -46,8 +50,11 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("sweep", type=Path, metavar="SWEEP.yaml", help="sweep file, such as those in launch_scripts/sweeps")
+    dry = "show the runs with their GPU hours and what would be refused, as check and plan say, and write nothing"
+    add("--dry-run", action="store_true", help=dry)
+    add("--gpu", metavar="NAME", help="kind of GPU that --dry-run plans for (default H100)")
     add("--status", action="store_true", help="show the state of each run and exit")
-    add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this machine (default 1)")
+    add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run here, or of its plan (default 1)")
     add("--slurm", action="store_true", help="submit unfinished runs as a job array")
     add("--sbatch", default="", metavar="'OPTION ...'", help="options for sbatch, such as '--nodes=2 --time=8:00:00'")
     parser.set_defaults(overrides=[])
@@ -61,10 +68,13 @@ def main(arguments: argparse.Namespace) -> None:
             f"sweep: found {' '.join(arguments.overrides)} after the sweep file; expected nothing. Put settings of all "
             "cells under common: in the file"
         )
-    if arguments.sbatch and not arguments.slurm:
-        raise UserError("--sbatch: found without --slurm; expected both, to submit a job array")
+    for option, other in (("sbatch", "slurm"), ("gpu", "dry_run")):
+        if getattr(arguments, option) and not getattr(arguments, other):
+            raise UserError(f"--{option}: found without --{other.replace('_', '-')}; expected both")
     sweep = load_sweep(arguments.sweep, None if arguments.slurm or arguments.status else arguments.ranks)
-    if arguments.status:
+    if arguments.dry_run:
+        plan_sweep(sweep, arguments.gpu or "H100", arguments.ranks)
+    elif arguments.status:
         print(describe(read_sweep_folder(sweep.folder)))
     elif arguments.slurm:
         print(submit(begin_sweep(sweep), arguments.sbatch.split()))
@@ -86,15 +96,8 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
     """Make the sweep's folder, or extend that of the same sweep by new cells and seeds. Raises UserError where the
     folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it cannot be
     written."""
-    folder, before = sweep.folder, SweepFolder(sweep.folder, {}, [], {})
+    folder, before = sweep.folder, read_begun(sweep)
     with writing("output_dir", folder):
-        if is_sweep(folder):
-            before = read_sweep_folder(folder)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(
-                f"output_dir: {folder}: is not a sweep's folder, and not empty; expected a new folder. Set output_dir"
-            )
-        _refuse(folder, [*_list_changed_recipes(sweep, before), *_list_changed_inputs(before.inputs)])
         added, inputs = [name for name in sweep.runs if name not in before.runs], digest_inputs(sweep.runs.values())
         for key, by_path in before.inputs.items():
             inputs[key] = {**inputs.get(key, {}), **by_path}
@@ -105,6 +108,20 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
         for path, text in texts.items():
             write_text(path, text)
     return begun
+
+
+def read_begun(sweep: Sweep) -> SweepFolder:
+    """Read what the sweep's folder holds of it, without runs if it is new. Raises UserError as `begin_sweep`."""
+    folder, before = sweep.folder, SweepFolder(sweep.folder, {}, [], {})
+    with reading("output_dir", folder, "a folder that can be read"):
+        if is_sweep(folder):
+            before = read_sweep_folder(folder)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(
+                f"output_dir: {folder}: is not a sweep's folder, and not empty; expected a new folder. Set output_dir"
+            )
+    _refuse(folder, [*_list_changed_recipes(sweep, before), *_list_changed_inputs(before.inputs)])
+    return before
 
 
 def check_inputs(sweep: SweepFolder) -> None:
@@ -180,6 +197,52 @@ def _digest(key: str, path: str) -> str | None:
     if (file / MANIFEST).is_file():
         return read_manifest(file)["digest"]
     return hashlib.sha256(json.dumps(describe_source(find_files([path], "train"))).encode()).hexdigest()
+
+
+# ---- a plan ----------------------------------------------------------------------------------------------------------
+
+
+def plan_sweep(sweep: Sweep, gpu: str, num_ranks: int) -> None:
+    """Print the runs that are not done, with the plan and GPU hours of `vcore-ds plan`. Raises UserError as
+    `begin_sweep`, and after printing for runs that `check` or `plan` refuses."""
+    begun, rows, num_runs, hours = read_begun(sweep), [], 0, 0.0
+    refused: dict[str, list[str]] = {}
+    lengths: dict[str, LengthModel] = {}  # of cells that do not differ in what is checked, which takes seconds
+    with tempfile.TemporaryDirectory() as cache:
+        for cell in sweep.references:
+            runs = [run for run in sweep.runs if run.rpartition("/")[0] == cell]
+            num_left = sum(not begun.is_done(run) for run in runs)
+            num_runs += num_left
+            recipe = sweep.runs[runs[0]]
+            checked = repr(recipe.model_copy(update={"optimizer": None, "run": None}))
+            try:
+                lengths[checked] = lengths.get(checked) or _check_run(recipe, cache)
+                plan = plan_on(gpu, recipe, num_ranks, lengths[checked])
+            except UserError as error:
+                refused.setdefault(str(error), []).append(cell)
+                rows.append((cell, count(num_left, "run"), "refused"))
+                continue
+            hours += num_left * plan.gpu_hours(plan.costed_steps)
+            rows.append((cell, count(num_left, "run"), plan.describe().partition(" (assumed")[0]))
+    print("\n".join(align_columns(rows, all_left=True)))
+    print(f"{count(num_runs, 'run')}, {hours:,.3g} GPU hours in all (assumed speeds: vcore-ds plan)")
+    if refused:
+        lines = "".join(f"\n  {', '.join(cells)}: {problem}" for problem, cells in refused.items())
+        raise UserError(f"{sum(map(len, refused.values()))} of {len(sweep.references)} cells would be refused:{lines}")
+
+
+def _check_run(recipe: Recipe, cache: str) -> LengthModel:
+    """Check model and data as `vcore-ds check` does, with token stores in the folder `cache`; return the lengths of the
+    data. Raises UserError."""
+    data = recipe.data.model_copy(update={"cache_dir": cache})
+    for key, path in data.paths().items():
+        if not is_readable(path) and not can_be_hub_id(path):
+            raise UserError(f"data.{key}: {path}: there is no such file")
+    if (tokenizer := check_model(recipe)) is not None:
+        from vcore_ds.training.feed import check_local_data  # imports torch: seconds
+
+        check_local_data(data, recipe.model.path, tokenizer)
+    return find_lengths(data, recipe.model.path, tokenizer)
 
 
 # ---- a job array -----------------------------------------------------------------------------------------------------
