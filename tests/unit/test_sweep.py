@@ -13,9 +13,8 @@ import yaml
 from scipy import stats
 
 from tests.helpers.recipes import smallest_recipe
-from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.setups import sums, write_conversations, write_model
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.sweeps import finish_runs
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.sweep import begin_sweep, check_inputs, describe, run_here
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, Sweep, SweepFolder, load_sweep, read_sweep_folder
@@ -390,28 +389,20 @@ def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.Captur
     sweep = begin_sweep(load_changed(seeds=[1, 2, 3], reference="sft"))
     assert main(["report", "out"]) == 2
     assert "out: found no finished run of this sweep" in capsys.readouterr().err
-    tokenizer = make_tokenizer()
     losses = {"sft": [1.0, 2.0, 3.0], "vcore": [0.9, 1.8, 2.9]}
-    for run in sweep.runs[:-1]:  # the last one is not done
-        name, seed = run.split("/seed_")
-        loss = losses[name][int(seed) - 1]
-        lines = [step_line(step, loss=loss + 20 - step, supervised_tokens=50) for step in range(1, 21)]
-        recipe = yaml.safe_load(sweep.recipe_path(run).read_text())
-        sections = {section: values for section, values in recipe.items() if values is not None}
-        write_run(sweep.run_folder(run), tokenizer, lines, {}, environment={"world_size": 2}, **sections)
-        (sweep.run_folder(run) / "held_out.json").write_text(f'{{"before": {{"": 9}}, "after": {{"": {loss}}}}}')
+    finish_runs(sweep, sweep.runs[:-1], lambda recipe: losses[recipe.method.name][recipe.run.seed - 1])
     assert main(["report", "out"]) == 0
     text, page = Path("out/report.md").read_text(), Path("out/report.html").read_text()
     assert text in capsys.readouterr().out
-    assert "5 of 6 runs are done; missing: vcore/seed_3 (waiting)." in text
+    assert "5 of 6 runs are done; " in text
     rows = read_rows(text)
-    assert rows[0][:5] == ["cell", "seeds", "compared with", "held-out loss", "difference"]
-    half = stats.t.ppf(0.975, 2) / math.sqrt(3)
-    assert rows[2] == ["sft", "3", "", f"2.0000 ± {half:.4f}", "", f"2.5000 ± {half:.4f}", ""]
+    losses = ["held-out loss", "difference", "training loss", "difference"]
+    assert rows[0] == ["method", "seeds", *losses, "s a step", "hours x ranks"] and len(rows) == 4
+    half, costs = stats.t.ppf(0.975, 2) / math.sqrt(3), ["4", f"{20 * 4 * 2 / 3600:.3g}"]
+    assert rows[2] == ["sft", "3", f"2.0000 ± {half:.4f}", "", f"2.5000 ± {half:.4f}", "", *costs]
     # Two seeds support no interval.
-    assert rows[3] == ["vcore", "2", "sft", "1.3500", "-0.1500", "1.8500", "-0.1500"]
-    assert rows[6] == ["sft", "20", "1,000", "4", f"{20 * 4 * 2 / 3600:.3g}"]
-    for part in ("<h2>Sweep</h2>", "vcore/seed_3 (waiting)", '"groups":["sft (3 runs)","vcore (2 runs)"]'):
+    assert rows[3] == ["vcore", "2", "1.3500", "-0.1500", "1.8500", "-0.1500", *costs]
+    for part in ("<h2>Sweep</h2>", "5 of 6 runs are done", '"groups":["sft (3 runs)","vcore (2 runs)"]'):
         assert part in page
 
     Path("README.md").write_text("the user's")
@@ -425,5 +416,5 @@ def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.Captur
     token.write_text('{"before": {}, "after": {"": 7}, "normalization": "token"}')
     assert main(["report", "out"]) == 0
     head, _, _, row, *_ = read_rows(capsys.readouterr().out)
-    assert row[:5] == ["vcore", "2", "sft", "1.8000", "-0.2000"]
+    assert row[:4] == ["vcore", "2", "1.8000", "-0.2000"]
     assert row[head.index("held-out loss, mean over tokens")] == "7.0000"

@@ -258,11 +258,14 @@ def _make_table(results: Sequence[Result]) -> "Table":
             cells += [""] * (len(head) - 3)
         else:
             cells += [f"{100 * difference.value:+.1f}", _interval(difference.interval)]
-            cells += [_p_value(difference.p_value), _p_value(difference.holm_p_value)]
+            cells += [format_p_value(difference.p_value), format_p_value(difference.holm_p_value)]
             if difference.two_way is not None:
-                cells += [_interval(difference.two_way.interval), _p_value(difference.two_way.p_value)]
+                cells += [_interval(difference.two_way.interval), format_p_value(difference.two_way.p_value)]
             else:
-                cells += [_p_value(difference.sign_flip_p_value), f"{difference.num_better}/{difference.num_worse}"]
+                cells += [
+                    format_p_value(difference.sign_flip_p_value),
+                    f"{difference.num_better}/{difference.num_worse}",
+                ]
         rows.append([one.side, *cells, f"{one.truncated_share:.1%}", f"{one.mean_tokens:,.0f}"])
     return Table(caption, [*head, "truncated", "tokens"], rows)
 
@@ -271,5 +274,6 @@ def _interval(interval: "Interval | None", sign: str = "+") -> str:
     return NOTHING if interval is None else f"[{100 * interval[0]:{sign}.1f}, {100 * interval[1]:{sign}.1f}]"
 
 
-def _p_value(value: float | None) -> str:
+def format_p_value(value: float | None) -> str:
+    """Three digits; a dash for None."""
     return NOTHING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"

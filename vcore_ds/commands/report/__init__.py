@@ -59,7 +59,7 @@ def write_report(
     cannot be written."""
     from vcore_ds.commands.report.runs import read_runs, write_pictures
     from vcore_ds.commands.report.tables import make_page
-    from vcore_ds.commands.sweep.scaling import sweep_markdown, sweep_section
+    from vcore_ds.commands.sweep.results import sweep_markdown, sweep_section
     from vcore_ds.common.paths import write_text, writing
 
     sections, title, markdown = [], None, None

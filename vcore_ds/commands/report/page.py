@@ -105,6 +105,7 @@ class Section:
     link: str
     blocks: Sequence[Block]
     in_text: bool = True
+    data: Mapping[str, Any] = field(default_factory=dict)  # for the page's `data`
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The runs of a report: read from their folders, grouped by recipe, and their curves over optimizer steps."""
 
 import itertools
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 OF_A_SEED = ("run.seed", "run.output_dir", "track.trackers", "track.project", "track.group", "track.tags")
 """Keys in which the runs of a group may differ."""
-MOST_KEYS_OF_LABEL = 3  # if groups differ in more keys, their label is the name of their first run
+FIRST_KEYS = ("model.path", "method.name")  # of a label; the others are in the order of the schema
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,22 +102,46 @@ Group = tuple[str, list[ReportedRun]]
 
 def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
     """Groups in the order of their first runs, labelled by the values in which their recipes differ."""
-    keys = list(differences(runs, ignored=OF_A_SEED))
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
         values = {key: value for key, value in flat_values(run.recipe).items() if key not in OF_A_SEED}
         by_recipe.setdefault(repr(sorted(values.items())), []).append(run)
+    settings = find_settings([members[0] for members in by_recipe.values()])
     groups = []
-    for members in by_recipe.values():
-        first, values = members[0], flat_values(members[0].recipe)
-        # `vcore` for method.name, `kl_budget 0.1` for method.kl_budget
-        names = {key: "" if key.endswith(".name") else f"{key.rpartition('.')[2]} " for key in keys}
-        settings = [f"{names[key]}{show_value(values[key])}" for key in keys if values.get(key) is not None]
-        cell = first.name.removesuffix(f"/seed_{first.recipe.run.seed}")  # of a sweep
-        label = ", ".join(settings) if cell == first.name and len(keys) <= MOST_KEYS_OF_LABEL else ""
-        label = label or cell
+    for number, members in enumerate(by_recipe.values()):
+        label = make_label({key: values[number] for key, values in settings.items()})
+        label = label or members[0].name.removesuffix(f"/seed_{members[0].recipe.run.seed}")  # of a sweep
         groups.append((label + (f" ({len(members)} runs)" if len(members) > 1 else ""), members))
     return groups
+
+
+def find_settings(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
+    """Dotted key -> its value in each run, for the fewest keys that tell the recipes apart. A key that follows from
+    those before it, such as the KL budget of a method, is left out; paths are without the folders that all share."""
+    differing = differences(runs, ignored=OF_A_SEED)
+    settings: dict[str, list[Any]] = {}
+    parts = [""] * len(runs)  # equal for runs that agree in `settings`
+    for key in [key for key in FIRST_KEYS if key in differing] + [key for key in differing if key not in FIRST_KEYS]:
+        finer = [part + repr(value) for part, value in zip(parts, differing[key], strict=True)]
+        if len(set(finer)) > len(set(parts)):
+            parts, values = finer, differing[key]
+            if key.endswith("path") and all(isinstance(value, str) for value in values):
+                start = os.path.commonprefix(values).rfind("/") + 1  # noqa: RUF071  (of strings, not paths)
+                values = [value[start:] for value in values]
+            settings[key] = values
+    return settings
+
+
+def name_key(key: str) -> str:
+    """Such as `method` for method.name, `model` for model.path, and `kl_budget` for method.kl_budget."""
+    section, _, name = key.partition(".")
+    return section if name in ("name", "path") else name
+
+
+def make_label(values: Mapping[str, Any]) -> str:
+    """Such as `vcore, kl_budget 0.1`, from settings of one run; null is left out."""
+    names = {key: "" if key.endswith((".name", ".path")) else f"{name_key(key)} " for key in values}
+    return ", ".join(f"{names[key]}{show_value(value)}" for key, value in values.items() if value is not None)
 
 
 def show_value(value: Any) -> str:
@@ -141,14 +166,24 @@ CONSTANT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
+class Axis:
+    """An x axis that does not count steps: names of places, in ascending order."""
+
+    title: str
+    values: list[float]
+    names: list[str]
+
+
+@dataclass(frozen=True)
 class Series:
     """A curve of one group."""
 
     group: int
-    steps: list[int]
+    steps: Sequence[float]  # or places on the chart's axis
     values: list[float]
     bands: list[tuple[list[float], list[float]]]
     """Lower and upper edges, the widest band first: the range over seeds, or quantiles of tokens."""
+    line: dict[str, list[float]] | None = None  # `steps` and `values` of a fitted curve, drawn instead
 
 
 @dataclass(frozen=True)
@@ -161,6 +196,7 @@ class Chart:
     section: str
     note: str
     series: list[Series]
+    axis: Axis | None = None
 
     def is_constant(self) -> bool:
         """Whether all curves are constant. A single point is a measurement, not a constant."""

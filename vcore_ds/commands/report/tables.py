@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,8 @@ followed traces. Beyond it, complete sequences are omitted, with the same number
 
 
 def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = None, has_traces: bool = True) -> Page:
-    """Make the report of the runs, at least one; the sections `first` stand before its own. `has_traces`: whether it
-    holds the recorded tokens, which its text does not show."""
+    """Make the report of the runs, at least one; the sections `first` stand before its own, whose tables are then
+    folded. `has_traces`: whether it holds the recorded tokens, which its text does not show."""
     names = [run.name for run in runs]
     title = title or (names[0] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}")
     with_texts = [run for run in runs if run.texts is not None and has_traces]
@@ -52,6 +52,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         "groups": labels,
         "curves": [asdict(chart) for chart in charts if not chart.is_constant()],
         "weightRange": weight_range(with_texts),
+        **{key: value for section in first for key, value in section.data.items()},
     }
     has_utilities = any("utility" in description["measures"] for description in descriptions["tokens"])
     missing = [f"{run.name}: {run.why_no_tokens}" for run in runs if run.why_no_tokens]
@@ -65,7 +66,6 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     movement: list[Block] = [ABOUT_MOVEMENT, Drawing("followed")]
     over_run = [Section("movement", "The same tokens over the run", "Over the run", movement)]
     sections = [
-        *first,
         Section("learnt", "", "", [results_table(runs), ABOUT_RESULTS, *notes]),
         *(over_run if encoded["followed"] else []),
         Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
@@ -79,9 +79,14 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         Section("environment", "Environment", "Environment", environments, in_text=False),
     ]  # fmt: skip
     blobs = {f"{kind}-{i}": blob for kind, some in encoded.items() for i, (_, blob) in enumerate(some)}
+    if first:  # a sweep, whose many runs have a column or a row each
+        folded = {section.id: [Fold("Each run", section.blocks)] for section in sections if section.id in OF_EACH_RUN}
+        sections = [*first, *(replace(one, blocks=folded.get(one.id, one.blocks)) for one in sections)]
     return Page(f"Report on {title}", summarize(runs), sections, data, blobs)
 
 
+OF_EACH_RUN = ("learnt", "gained", "cost", "recipe", "environment")
+"""Sections with a column, row or table for each run."""
 ABOUT_MOVEMENT = (
     "A few traces, measured after each recorded step, along its direction: a row for each step, then the trace at one. "
     "Held-out ones are not trained on; their weights are what they would have been."

@@ -1,25 +1,16 @@
-"""The tables of a sweep: means over seeds with intervals, costs, and power laws of the loss in model and data size.
+"""Power laws of a loss in model and data size.
 
-The power laws are `A N^-n D^-d + E`, which fine-tuning follows (arXiv:2402.17193), and Chinchilla's
+They are `A N^-n D^-d + E`, which fine-tuning follows (arXiv:2402.17193), and Chinchilla's
 `A N^-n + B D^-d + E`, with model size N and data size D; if one of them is constant, both are `A D^-d + E`. The fit
 minimises the Huber loss of the residuals of log(loss) from many starts: an optimizer that stopped early has given
 intervals that were too narrow (arXiv:2404.10102).
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-
-from vcore_ds.commands.report.page import NOTHING, Block, Section, Table, format_number
-from vcore_ds.commands.report.runs import ReportedRun
-from vcore_ds.commands.report.tables import MEANS
-from vcore_ds.commands.sweep.folder import SweepFolder
-from vcore_ds.common.statistics import cell, paired
-from vcore_ds.config.schema import flat_values
-from vcore_ds.planning.known_models import find_shape
-from vcore_ds.planning.passes import parameter_counts
 
 HUBER_DELTA = 1e-3  # larger residuals of log(loss) count linearly, as in Chinchilla's fit
 NUM_STEPS = 200
@@ -41,6 +32,7 @@ class Fit:
     predicted: float  # predicted loss of the largest point
     predicted_interval: tuple[float, float]
     measured: float  # measured loss of the largest point, mean over its runs
+    predict: Callable[[np.ndarray], np.ndarray] = field(repr=False, compare=False)  # of sizes [points, columns]
 
     @property
     def error(self) -> float:
@@ -61,12 +53,19 @@ def fit_laws(sizes: Sequence[Sequence[float]], losses: Sequence[float], columns:
     fits = []
     for law, terms in laws.items():
         if num_points > len(terms) + len(columns):
-            best, at_largest = _fit_law(terms, x - x[~largest].mean(0), y, largest)
+            center = x[~largest].mean(0)
+            best, at_largest = _fit_law(terms, x - center, y, largest)
             shown = np.hstack([best[:, len(terms) : -1], np.exp(best[:, -1:]), np.exp(at_largest)])
             intervals = [(low, high) for low, high in np.quantile(shown[1:], [0.025, 0.975], axis=0).T.tolist()]
             *numbers, predicted = shown[0].tolist()
             names, measured = [*(name.lower() for name in columns), "E"], float(np.exp(y[largest]).mean())
-            fits.append(Fit(law, names, numbers, intervals[:-1], predicted, intervals[-1], measured))
+
+            def predict(
+                at: np.ndarray, terms: Terms = terms, center: np.ndarray = center, best: np.ndarray = best
+            ) -> np.ndarray:
+                return np.exp(_predict(_make_features(np.log(at) - center, terms), best[:1])[0][0])
+
+            fits.append(Fit(law, names, numbers, intervals[:-1], predicted, intervals[-1], measured, predict))
     return sorted(fits, key=lambda fit: abs(fit.error))
 
 
@@ -144,141 +143,3 @@ def _huber(residuals: np.ndarray, weights: np.ndarray) -> np.ndarray:
     size = np.abs(residuals)
     each = np.where(size <= HUBER_DELTA, 0.5 * size**2, HUBER_DELTA * (size - 0.5 * HUBER_DELTA))
     return (weights * each).sum(1)
-
-
-SIZE_KEYS = {
-    "model.path", "data.train_path", "schedule.num_steps", "schedule.num_epochs", "checkpoint.branch_from", "run.seed",
-    "run.output_dir",
-}  # fmt: skip
-"""Keys in which cells of the same fit may differ."""
-SMALLEST_RANGE = 1.5
-"""Minimum ratio of a size's largest to its smallest value; a smaller one counts as constant."""
-
-
-def scaling_tables(
-    by_cell: Mapping[str, Mapping[int, ReportedRun]], title: str, value_of: Callable[[ReportedRun], float | None]
-) -> list[Table]:
-    """A table for each group of cells that differ only in size, if they are enough for a fit. `title`: name of the
-    loss; `value_of`: the loss of a run, or None."""
-    families: dict[str, dict[str, list[ReportedRun]]] = {}
-    for name, by_seed in by_cell.items():
-        for run in by_seed.values():
-            rest = {key: value for key, value in flat_values(run.recipe).items() if key not in SIZE_KEYS}
-            families.setdefault(repr(rest), {}).setdefault(name, []).append(run)
-    tables = []
-    for family in families.values():
-        sizes, points, losses = _find_sizes(list(family.values())), [], []
-        for number, runs in enumerate(family.values()):
-            known = [loss for run in runs if (loss := value_of(run) or 0.0) > 0]
-            points += [[column[number] for column in sizes.values()]] * len(known)
-            losses += known
-        if fits := fit_laws(points, losses, [title[0] for title in sizes]) if sizes and losses else []:
-            caption = f"Power law of the {title}, {' and '.join(sizes)}: {', '.join(family)}"
-            head = ["law", *fits[0].names, "largest, predicted", "largest, measured", "error"]
-            tables.append(Table(caption, head, [_format_fit(fit) for fit in fits]))
-    return tables
-
-
-def _find_sizes(cells: Sequence[Sequence[ReportedRun]]) -> dict[str, list[float]]:
-    """The sizes that vary, in each cell; none where models differ in unknown sizes."""
-    paths = [runs[0].recipe.model.path for runs in cells]
-    shapes = [known and known[0] for known in map(find_shape, paths)]
-    parameters = [float(parameter_counts(shape).all) if shape and shape.hidden_size else 0.0 for shape in shapes]
-    if len(set(paths)) > 1 and not all(parameters):
-        return {}
-    tokens = [float(np.mean([run.total("supervised_tokens") for run in runs])) for runs in cells]
-    sizes = {"N model parameters": parameters, "D supervised tokens": tokens}
-    return {
-        title: values for title, values in sizes.items() if all(values) and max(values) >= SMALLEST_RANGE * min(values)
-    }
-
-
-def _format_fit(fit: Fit) -> list[str]:
-    values = zip(fit.values, fit.intervals, strict=True)
-    cells = [f"{value:.3f} ({low:.3f} to {high:.3f})" for value, (low, high) in values]
-    predicted = "{:.4f} ({:.4f} to {:.4f})".format(fit.predicted, *fit.predicted_interval)
-    return [fit.law, *cells, predicted, f"{fit.measured:.4f}", f"{fit.error:+.2%}"]
-
-
-LAST_SHARE = 0.1  # share of the last steps over which the training loss is averaged
-DIGITS = 4
-NOTE = (
-    "± is half of the 95% interval of the mean (Student's t over seeds, from three seeds on). Differences are paired "
-    "by seed, and bold if their interval excludes 0; in a table of many rows some are bold by chance."
-)
-
-
-def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
-    """The runs that are missing, if any, the tables of a sweep, and how to read them."""
-    by_cell: dict[str, dict[int, ReportedRun]] = {name: {} for name in sweep.references}
-    for run in sorted(runs, key=lambda run: run.recipe.run.seed):
-        by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
-    done = {run.name for run in runs}
-    missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
-    titles = list(dict.fromkeys(title for run in runs for title in _losses(run)))
-    costs = [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items() if by_seed]
-    blocks: list[Block] = [
-        *([f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}."] if missing else []),
-        _result_table(sweep, by_cell, titles),
-        Table("Cost, mean over seeds", COSTS, costs),
-        # of a held-out loss, or the training loss if there is none
-        *(scaling_tables(by_cell, titles[0], lambda run: _losses(run).get(titles[0])) if titles else []),
-        NOTE,
-    ]
-    return Section("sweep", "Sweep", "Sweep", blocks, in_text=False)
-
-
-def sweep_markdown(sweep: SweepFolder, section: Section) -> str:
-    blocks = (block.markdown() if isinstance(block, Table) else str(block) for block in section.blocks)
-    return "\n\n".join([f"# Sweep {sweep.folder.resolve().name}", *blocks]) + "\n"
-
-
-def _losses(run: ReportedRun) -> dict[str, float]:
-    """Title -> loss: each held-out loss, then the mean uniform cross-entropy of the last steps, at least one. Means of
-    another `method.normalization` have other titles."""
-    mean, measured = MEANS[run.held_out.normalization], run.held_out.after
-    losses = {f"held-out loss{name and f', {name}'}{mean}": loss for name, loss in measured.items() if loss is not None}
-    if steps := [loss for line in run.metrics if (loss := line.get("loss")) is not None]:
-        title = f"training loss, last {LAST_SHARE:.0%} of the steps{MEANS[run.recipe.method.normalization]}"
-        losses[title] = float(np.mean(steps[-max(1, round(LAST_SHARE * len(steps))) :]))
-    return losses
-
-
-def _result_table(sweep: SweepFolder, by_cell: Mapping[str, Mapping[int, ReportedRun]], titles: Sequence[str]) -> Table:
-    """Means over seeds, and differences from the cell that each is compared with, paired by seed."""
-    has_references = any(sweep.references.values())
-    losses = {name: {seed: _losses(run) for seed, run in runs.items()} for name, runs in by_cell.items()}
-    head, rows = ["cell", "seeds"], [[name, str(len(by_seed))] for name, by_seed in losses.items()]
-    if has_references:
-        head.append("compared with")
-        rows = [[*row, sweep.references[row[0]] or ""] for row in rows]
-    for title in titles:
-        head += [title, "difference"] if has_references else [title]
-        values = {
-            name: {seed: one[title] for seed, one in by_seed.items() if title in one}
-            for name, by_seed in losses.items()
-        }
-        for row in rows:
-            known = values[row[0]]
-            row.append(cell(list(known.values()), DIGITS) if known else NOTHING)
-            if has_references:
-                differences = paired(known, values.get(sweep.references[row[0]] or "", {}))
-                row.append(cell(differences, DIGITS, difference=True) if differences else "")
-    return Table("Losses, nats", head, rows)
-
-
-COSTS = ["cell", "steps", "supervised tokens", "seconds a step", "hours x ranks"]
-
-
-def _costs(runs: Sequence[ReportedRun]) -> list[str]:
-    """`COSTS` of a cell's runs. A step that was lost and repeated counts once. The first step, which allocates and
-    compiles, is included."""
-    steps, seconds = [run.num_steps for run in runs], [run.total("seconds") for run in runs]
-    ranks = [run.environment.get("world_size") for run in runs]
-    hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
-    return [
-        f"{np.mean(steps):,.0f}",
-        f"{np.mean([run.total('supervised_tokens') for run in runs]):,.0f}",
-        f"{np.sum(seconds) / max(1, np.sum(steps)):.3g}",
-        format_number(float(np.mean(hours)) if hours else None, ".3g"),
-    ]

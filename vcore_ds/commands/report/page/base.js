@@ -1,7 +1,7 @@
 // Elements, numbers and colours. Text from a run reaches the page as text nodes only.
 
-// Labels of the curves' groups, charts, and descriptions of traces by `encode_traces` in page.py.
-const NOTHING = { groups: [], curves: [], histograms: [], tokens: [], followed: [], scores: [], weightRange: 1 };
+// Labels of the curves' groups, charts, lines and charts of a sweep, and descriptions of traces by `encode_traces` in page.py.
+const NOTHING = { groups: [], curves: [], histograms: [], tokens: [], followed: [], scores: [], sweep: { lines: [], charts: [] }, weightRange: 1 };
 const report = { ...NOTHING, ...JSON.parse(document.getElementById("report").textContent) };
 const SVG = "http://www.w3.org/2000/svg";
 

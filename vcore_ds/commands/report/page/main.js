@@ -2,8 +2,11 @@
 
 const shared = [];
 const xs = [...new Set(report.curves.flatMap((chart) => chart.series.flatMap((one) => one.steps)))].sort((a, b) => a - b);
-if (report.groups.length > 1) document.getElementById("curves").querySelector("p").after(drawLegend());
+if (report.groups.length > 1) document.getElementById("curves").querySelector("p").after(drawLegend(report.groups));
 drawCharts("charts", report.curves, (chart) => drawCurves(chart, xs, shared));
+const { lines, charts } = report.sweep; // one line needs no legend
+if (lines.length > 1) document.getElementById("sweep-charts").append(drawLegend(lines));
+drawCharts("sweep-charts", charts, (chart) => drawCurves(chart, chart.axis.values, [], lines));
 drawCharts("histograms", report.histograms, drawHistogram);
 const viewers = [["tokens", "viewer"], ["followed", "followed"], ["scores", "viewer"]].flatMap(([kind, place]) =>
   (report[kind].length ? [new Viewer(document.getElementById(place), kind)] : []));

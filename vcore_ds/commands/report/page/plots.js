@@ -5,6 +5,7 @@ const MOST_DOTS = 16; // points of a curve that are marked
 const BINS = 48; // of utility and of loss
 const DASHES = ["", "6 3", "2 2", "8 3 2 3", "1 3", "10 4"];
 const lineColour = (group) => `var(--line${(group % 6) + 1})`;
+const dashes = (group) => DASHES[(group + Math.floor(group / 6)) % 6];
 const signColour = (value) => lineColour(value > 0 ? 1 : 0);
 const least = (items, cost) => items.reduce((best, one) => (cost(one) < cost(best) ? one : best));
 
@@ -23,8 +24,11 @@ function makePlot(label, xAxis, yAxis, width = WIDTH, height = xAxis.title ? 210
     svg.append(shape("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }));
     svg.append(shape("text", { class: "value", x: left - 5, y: y(value) + 4, "text-anchor": "end" }, yAxis.names[i]));
   }
+  let end = 0; // of the last name: those that would overlap it are left out
   for (const [i, value] of xAxis.values.entries()) {
-    const place = Math.min(x(value), width - (DIGIT * xAxis.names[i].length) / 2);
+    const half = (DIGIT * xAxis.names[i].length) / 2, place = Math.min(x(value), width - half);
+    if (place - half < end) continue;
+    end = place + half + DIGIT;
     svg.append(shape("text", { class: "step", x: place, y: bottom + 16, "text-anchor": "middle" }, xAxis.names[i]));
   }
   const [middleX, middleY] = [(left + right) / 2, (top + bottom) / 2];
@@ -75,26 +79,32 @@ function makeReadableFigure(chart, svg, points, describe) {
   return makeFigure(chart, svg, readout);
 }
 
-// Curves of some groups, all with one cursor: `share` moves those of the other charts, too.
-function drawCurves(chart, xs, share) {
-  const numbers = chart.series.flatMap((one) => [one.values, ...one.bands.flat()]).flat();
+// Curves of some groups, all with one cursor: `share` moves those of the other charts, too. The x axis counts steps, unless
+// the chart has one: places, their names, and a title.
+function drawCurves(chart, xs, share, groups = report.groups) {
+  const numbers = chart.series.flatMap((one) => [one.values, ...one.bands.flat(), one.line?.values ?? []]).flat();
   let [low, high] = [Math.min(...numbers), Math.max(...numbers)];
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   [low, high] = [low >= 0 && low < margin * 2 ? 0 : low - margin, high + margin];
   const [first, last] = [xs[0], xs.at(-1)];
   const values = first === last ? [first] : ticks(first, last, 5).filter(Number.isInteger);
-  const ends = chart.series.map((one) => `${report.groups[one.group]}: ${number(one.values[0])} at first, ${number(one.values.at(-1))} at last`);
-  const label = `${chart.title}. ${ends.join("; ")}. Arrow keys read it step by step.`;
-  const { svg, x, y, top, bottom } = makePlot(label, { low: first, high: last, values, names: values.map(count) }, axis(low, high, ticks(low, high, 5)));
-  for (const { steps, values, bands, group } of chart.series) {
-    const points = (numbers) => numbers.map((value, i) => `${x(steps[i]).toFixed(1)},${y(value).toFixed(1)}`);
+  const xAxis = { low: first, high: last, values, names: values.map(count), ...chart.axis };
+  const nameOf = (place) => (chart.axis ? `${xAxis.title} ${xAxis.names[xAxis.values.indexOf(place)]}` : `step ${count(place)}`);
+  const told = ({ steps }) => [...steps.keys()].filter((i) => chart.axis || i === 0 || i === steps.length - 1);
+  const texts = chart.series.map((one) => `${groups[one.group]}: ${told(one).map((i) => `${number(one.values[i])} at ${nameOf(one.steps[i])}`).join(", ")}`);
+  const label = `${chart.title}. ${texts.join("; ")}. Arrow keys read it.`;
+  const { svg, x, y, top, bottom } = makePlot(label, xAxis, axis(low, high, ticks(low, high, 5)));
+  for (const one of chart.series) {
+    const { steps, values, bands, group } = one;
+    const points = (numbers, places = steps) => numbers.map((value, i) => `${x(places[i]).toFixed(1)},${y(value).toFixed(1)}`);
     for (const [lower, upper] of bands) {
       svg.append(shape("polygon", { class: "band", fill: lineColour(group), points: [...points(lower), ...points(upper).reverse()].join(" ") }));
     }
-    svg.append(shape("polyline", { class: "curve", stroke: lineColour(group), "stroke-dasharray": DASHES[group % 6], points: points(values).join(" ") }));
+    const line = one.line ?? one; // a fitted line, or one from point to point
+    svg.append(shape("polyline", { class: "curve", stroke: lineColour(group), "stroke-dasharray": dashes(group), points: points(line.values, line.steps).join(" ") }));
     // Few enough to see which steps were measured.
     for (const i of steps.length <= MOST_DOTS ? steps.keys() : []) {
-      svg.append(shape("circle", { cx: x(steps[i]), cy: y(values[i]), r: 2, fill: lineColour(group) }));
+      svg.append(shape("circle", { cx: x(steps[i]), cy: y(values[i]), r: one.line ? 3 : 2, fill: lineColour(group) }));
     }
   }
   const cursor = svg.appendChild(shape("line", { class: "cursor", y1: top, y2: bottom }));
@@ -102,19 +112,20 @@ function drawCurves(chart, xs, share) {
   const move = (place) => {
     const step = xs[place ?? xs.length - 1];
     for (const [name, value] of [["visibility", place === null ? "hidden" : "visible"], ["x1", x(step)], ["x2", x(step)]]) cursor.setAttribute(name, value);
-    readout.replaceChildren(`step ${count(step)}: `, ...chart.series.map((one) => readAt(one, step)));
+    const series = chart.series.filter((one) => !chart.axis || one.steps.includes(step));
+    readout.replaceChildren(`${nameOf(step)}: `, ...series.map((one) => readAt(one, step, groups)));
   };
   share.push(move);
   makeReadable(svg, readout, xs.map((step) => ({ x: x(step) })), (place) => share.forEach((other) => other(place)), xs.length - 1);
   return makeFigure(chart, svg, readout);
 }
 
-function readAt({ steps, values, bands, group }, step) {
+function readAt({ steps, values, bands, group }, step, groups) {
   const place = least([...steps.keys()], (i) => Math.abs(steps[i] - step));
   const [lower, upper] = bands[0] ?? [];
   const range = lower && lower[place] !== upper[place] ? ` [${number(lower[place])}, ${number(upper[place])}]` : "";
   const swatch = element("i", { style: `background: ${lineColour(group)}` });
-  return element("span", {}, ...(report.groups.length > 1 ? [swatch] : []), number(values[place]) + range);
+  return element("span", {}, ...(groups.length > 1 ? [swatch] : []), number(values[place]) + range);
 }
 
 function drawHistogram(chart) {
@@ -138,9 +149,9 @@ function drawCharts(name, charts, draw) {
   }
 }
 
-function drawLegend() {
-  return element("div", { id: "legend", class: "legend" }, ...report.groups.map((label, group) => {
-    const line = shape("line", { x1: 0, x2: 32, y1: 6, y2: 6, stroke: lineColour(group), "stroke-width": 3, "stroke-dasharray": DASHES[group % 6] });
+function drawLegend(groups) {
+  return element("div", { class: "legend" }, ...groups.map((label, group) => {
+    const line = shape("line", { x1: 0, x2: 32, y1: 6, y2: 6, stroke: lineColour(group), "stroke-width": 3, "stroke-dasharray": dashes(group) });
     return element("span", {}, shape("svg", { viewBox: "0 0 32 12", "aria-hidden": "true" }, line), label);
   }));
 }
