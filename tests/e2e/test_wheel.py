@@ -22,8 +22,6 @@ pytestmark = pytest.mark.e2e
 
 PACKAGE, CONFIGS = REPOSITORY / "vcore_ds", REPOSITORY / "ds_configs"
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
-PAGES = PACKAGE / "commands" / "report" / "page"
-"""The folder with HTML, CSS and JavaScript."""
 SCRIPTS = REPOSITORY / "launch_scripts" / "slurm"
 SHIPPED = ("ds_configs", "recipes", "slurm")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -107,7 +105,7 @@ def test_the_wheel_has_the_package_the_shipped_files_and_the_metadata_that_an_in
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
         assert archive.read(name.replace("METADATA", "licenses/LICENSE")) == (REPOSITORY / "LICENSE").read_bytes()
-    package = {path.relative_to(REPOSITORY).as_posix() for path in [*PACKAGE.rglob("*.py"), *PAGES.iterdir()]}
+    package = {path.relative_to(REPOSITORY).as_posix() for path in PACKAGE.rglob("*.*") if path.suffix != ".pyc"}
     files = [*RECIPES.rglob("*.yaml"), RECIPES / "recipe.schema.json"]
     recipes = {f"vcore_ds/shipped/recipes/{path.relative_to(RECIPES).as_posix()}" for path in files}
     others = {f"vcore_ds/shipped/ds_configs/{path.name}" for path in CONFIGS.glob("*.json")}

@@ -22,7 +22,7 @@ from vcore_ds.config.load import (
     parse_yaml,
     read_resolved_recipe,
 )
-from vcore_ds.config.problems import NAMES_ELSEWHERE, RecipeError, recipe_keys
+from vcore_ds.config.problems import RecipeError, names_elsewhere, recipe_keys
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe
 from vcore_ds.config.sections import LoraConfig
 
@@ -218,7 +218,7 @@ def test_unknown_keys_name_the_nearest(recipe_file: Path) -> None:
 
 def test_names_of_other_trainers_and_versions_are_understood(recipe_file: Path) -> None:
     keys = recipe_keys()
-    for name, dotted in NAMES_ELSEWHERE.items():
+    for name, dotted in names_elsewhere().items():
         assert dotted in keys or (SHIPPED_RECIPES / dotted).is_file(), name
         assert name not in keys and name not in {key.rpartition(".")[2] for key in keys}, name
     for word, nearest in {
@@ -255,68 +255,10 @@ SHORT = {
     "BEST": "checkpoint.keep_best=2",
     "REFERENCE": "data.reference_log_probabilities",
 }
-"""Words of the table below that stand for others."""
+"""Words of broken_rules.txt that stand for others."""
 
 # Overrides that break a rule | the key that is named | overrides each of which is a remedy
-RULES = """
-NO_BUDGET | method.kl_budget |
-method.temperature=2 | method.kl_budget | NO_BUDGET
-method.name=sft | method.kl_budget | NO_BUDGET method.name=vcore
-method.name=sft NO_BUDGET method.temperature=2 | method.temperature | method.temperature=null
-utility.estimator=finite_difference | utility.epsilon | utility.epsilon=auto utility.epsilon=1.0e-4
-utility.epsilon=1e-4 | utility.epsilon | utility.epsilon=null utility.estimator=finite_difference
-utility.fused=true DIFFERENCE | utility.fused | utility.fused=auto
-utility.tangent_precision=fp8 model.precision=fp32 | utility.tangent_precision | model.precision=bf16
-utility.tangent_precision=fp8 DIFFERENCE | utility.tangent_precision | utility.tangent_precision=null
-utility.rounding=stochastic | utility.rounding | utility.rounding=nearest
-probe.rank=2 DIFFERENCE | probe.rank | probe.rank=null
-probe.rank=2 LORA | probe.rank | lora=null
-probe.rank_passes=2 | probe.rank_passes | probe.rank_passes=1
-method.alpha_scope=micro_batch method.alpha=none | method.alpha_scope | method.alpha=loss_ratio
-method.alpha=variance batch.global_size=1 | method.alpha | method.alpha=loss_ratio batch.global_size=2
-method.alpha=variance method.alpha_scope=micro_batch | method.alpha | batch.micro_batch_size_per_rank=2
-method.alpha=variance method.alpha_scope=micro_batch | method.alpha | batch.pack_tokens_per_rank=16384
-method.alpha=variance method.alpha_scope=micro_batch | method.alpha | method.alpha_scope=global_batch
-method.scope=sequence_and_batch | method.batch_kl_budget | method.batch_kl_budget=0.1
-method.batch_kl_budget=0.1 | method.batch_kl_budget | method.scope=sequence_and_batch method.batch_kl_budget=null
-BATCH_WIDE method.alpha_scope=micro_batch | method.alpha_scope | method.alpha_scope=global_batch
-BATCH_WIDE batch.global_size=1 | batch.global_size | batch.global_size=2
-probe.direction=adam optimizer.name=sgd | probe.direction | probe.direction=sgd optimizer.name=adamw
-probe.direction=muon | probe.direction | probe.direction=sgd optimizer.name=muon
-probe.direction=adam optimizer.name=muon | probe.direction | probe.direction=muon probe.direction=sgd
-optimizer.name=muon LORA | optimizer.name | optimizer.name=adamw lora=null
-optimizer.name=muon model.provider=megatron parallel.tensor=2 | optimizer.name | optimizer.name=adamw
-optimizer.momentum=0.9 | optimizer.momentum | optimizer.name=muon
-optimizer.name=sgd optimizer.betas=[0.8,0.9] | optimizer.betas | optimizer.name=adamw
-utility.micro_batch_size_per_rank=2 | utility.micro_batch_size_per_rank | batch.micro_batch_size_per_rank=2
-batch.pack_tokens_per_rank=16384 probe.micro_batch_size_per_rank=2 | probe.micro_batch_size_per_rank |
-probe.batch_size=all | probe.batch_size | probe.batch_size=8 POOL
-data.trusted_share=0.2 | data.trusted_share | data.trusted_share=0 POOL
-data.trusted_share=0.01 POOL | data.trusted_share | data.trusted_share=0.1
-data.trusted_share=0.2 POOL method.name=random NO_BUDGET | data.trusted_share | data.trusted_share=0 method.name=sft
-method.name=iw_sft NO_BUDGET | REFERENCE | REFERENCE=r.npz
-method.name=iw_sft NO_BUDGET LORA REFERENCE=r.npz | REFERENCE | REFERENCE=null lora=null
-REFERENCE=r.npz | REFERENCE | REFERENCE=null
-method.name=asft NO_BUDGET | lora | method.name=dft
-method.name=stored NO_BUDGET | data.token_weights | data.token_weights=w.parquet
-data.token_weights=w.parquet | data.token_weights | data.token_weights=null
-data.keep.scores=s | data.keep.top | data.keep.top=0.5 data.keep.above=0
-data.keep.scores=s data.keep.above=0 data.keep.within=source | data.keep.within | data.keep.within=all
-run.validate_every=5 | run.validate_every | run.validate_every=null HELD_OUT
-BEST | checkpoint.keep_best | checkpoint.keep_best=null
-BEST HELD_OUT | checkpoint.keep_best | checkpoint.keep_best=null
-BEST HELD_OUT run.validate_every=1 | checkpoint.keep_best | checkpoint.keep_every_steps=2
-BEST HELD_OUT run.validate_every=2 checkpoint.every_steps=3 | checkpoint.keep_best | checkpoint.every_steps=2
-model.attention=flash_attention_2 model.precision=fp32 | model.attention | model.attention=sdpa model.precision=bf16
-model.attention=sdpa model.provider=megatron parallel.tensor=2 | model.attention | model.attention=auto
-model.activation_offload=true | model.activation_offload | model.gradient_checkpointing=true
-model.provider=megatron LORA | model.provider | lora=null model.provider=huggingface
-parallel.tensor=2 | parallel.tensor | model.provider=megatron
-parallel.expert=2 model.provider=megatron | parallel.expert | model.provider=huggingface
-parallel.expert=2 LORA lora.target_modules=[experts] | parallel.expert | lora=null
-schedule.num_steps=null | schedule.num_steps | schedule.num_steps=3 schedule.num_epochs=1
-schedule.num_epochs=2 | schedule.num_steps |
-"""
+RULES = (Path(__file__).parents[1] / "data" / "broken_rules.txt").read_text()
 
 
 def expand(words: str) -> list[str]:
@@ -325,7 +267,7 @@ def expand(words: str) -> list[str]:
     return words.split()
 
 
-@pytest.mark.parametrize("line", RULES.strip().splitlines())
+@pytest.mark.parametrize("line", RULES.splitlines())
 def test_every_rule_names_the_users_key_and_a_remedy_that_helps(recipe_file: Path, line: str) -> None:
     overrides, (key,), remedies = map(expand, line.split("|"))
     source, named, problem = find_problem(recipe_file, *overrides).split(": ", 2)

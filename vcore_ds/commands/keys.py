@@ -7,7 +7,7 @@ from typing import Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import markdown_rows
-from vcore_ds.config.problems import NAMES_ELSEWHERE, Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
+from vcore_ds.config.problems import Key, did_you_mean, names_elsewhere, nearest_keys, recipe_keys, section_meaning
 from vcore_ds.config.schema import Recipe
 
 _BASE = {
@@ -105,7 +105,7 @@ def find_keys(names: list[str]) -> dict[str, Key]:
         hits = {dotted for dotted in keys if f"{dotted}.".startswith(f"{name}.")}
         if not hits and "." not in name:
             texts = {dotted: f"{dotted} {key.values} {key.meaning}".lower() for dotted, key in keys.items()}
-            hits = {dotted for dotted in keys if name.lower() in texts[dotted] or NAMES_ELSEWHERE.get(name) == dotted}
+            hits = {dotted for dotted in keys if name.lower() in texts[dotted] or names_elsewhere().get(name) == dotted}
         if not hits:
             hint = did_you_mean(nearest_keys(name)) or "; `vcore-ds keys` lists all"
             raise UserError(f"keys: found {name}; expected a section, section.key or a word of a key's meaning{hint}")

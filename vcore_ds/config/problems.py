@@ -7,66 +7,16 @@ import difflib
 import json
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import shorten
 from vcore_ds.config.data_section import WeightedPath
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, BrokenRules, section_class
-
-_NAMES_ELSEWHERE = {
-    "batch.global_size": "gradient_accumulation_steps gradient_accumulation train_batch_size global_batch_size "
-    "grad_accum batch batch.size batch.batch_size",
-    "batch.micro_batch_size_per_rank": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu",
-    "batch.pack_tokens_per_rank": "packing sample_packing neat_packing padding_free packed_row_tokens",
-    "batch.sequence_parallel": "context_parallel_size sequence_parallel_size sp_size",
-    "checkpoint.every_steps": "save_steps save_interval save_strategy",
-    "checkpoint.keep_best": "load_best_model_at_end",
-    "checkpoint.keep_last": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "data.columns": "field_messages prompt_column response_column messages_column",
-    "data.cutoff_length": "max_seq_length max_seq_len max_length cutoff_len sequence_len seq_length model_max_length",
-    "data.supervise": "mask_history train_on_inputs assistant_only_loss roles_to_train completion_only_loss",
-    "data.train_path": "dataset datasets dataset_name train_file train_files data_path data data.path data.file",
-    "data.validation_path": "eval_dataset validation_file val_files test_file val_size",
-    "engine.deepspeed_config": "deepspeed zero_stage offload_optimizer cpu_offload fsdp",
-    "lora.alpha": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.rank": "r lora_r lora_rank",
-    "lora.target_modules": "lora_target lora_target_modules",
-    "method.kl_budget": "method.kl delta",
-    "method.name": "method loss_type",
-    "method.temperature": "tau",
-    "methods/sft.yaml": "probe probe.enabled method.probe",
-    "model.attention": "attn_implementation attn_impl flash_attn flash_attention",
-    "model.path": "model model_name model_name_or_path base_model pretrained_model_name_or_path",
-    "model.precision": "bf16 fp16 dtype torch_dtype mixed_precision",
-    "optimizer.betas": "adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_epsilon adam_eps",
-    "optimizer.gradient_clipping": "max_grad_norm clip_grad grad_clip",
-    "optimizer.learning_rate": "lr max_lr",
-    "optimizer.name": "optim optimizer",
-    "parallel.expert": "expert_model_parallel_size ep_size",
-    "parallel.tensor": "tensor_model_parallel_size tp_size",
-    "run.log_every": "logging_steps",
-    "run.output_dir": "run_name run.name",
-    "run.validate_every": "eval_steps eval_strategy evaluation_strategy",
-    "schedule.decay_ratio": "num_decay_steps lr_decay_iters lr_wsd_decay_iters",
-    "schedule.kind": "schedule lr_scheduler lr_scheduler_type lr_decay_style",
-    "schedule.min_ratio": "min_lr min_lr_rate min_lr_ratio lr_end",
-    "schedule.num_epochs": "num_train_epochs epochs",
-    "schedule.num_steps": "max_steps train_iters total_steps",
-    "schedule.warmup_steps": "num_warmup_steps lr_warmup_iters",
-    "track.project": "wandb_project",
-    "track.trackers": "report_to use_wandb wandb",
-}
-"""Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed, Megatron-LM and earlier
-versions of this package, sections that were given a key's value, and how one might try to turn the probe off."""
-
-NAMES_ELSEWHERE = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-"""Such a name, dotted where the section matters -> our key, or the fragment to merge."""
 
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
@@ -77,6 +27,13 @@ class RecipeError(UserError):
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+@cache
+def names_elsewhere() -> dict[str, str]:
+    """Name in another trainer or an earlier version -> our key, or a fragment to merge: of names_elsewhere.yaml."""
+    text = Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8")
+    return {name: key for key, names in yaml.safe_load(text).items() for name in names.split()}
 
 
 def show(value: Any) -> str:
@@ -171,7 +128,7 @@ def nearest_keys(name: str) -> list[str]:
     """Valid dotted names for an unknown section or key: those of the same or the most similar last word, the one in the
     same section first."""
     parent, _, word = name.rpartition(".")
-    if known := NAMES_ELSEWHERE.get(name) or NAMES_ELSEWHERE.get(word):
+    if known := names_elsewhere().get(name) or names_elsewhere().get(word):
         return [known]
     words = {key: key.rpartition(".")[2] for key in (*SECTIONS, *recipe_keys())}
     nearest = closest(word, words.values())
@@ -212,7 +169,7 @@ def _describe_field(location: tuple[str, ...], values: Any) -> str:
     if not section or location in SUBSECTIONS:
         keys = ", ".join(section_class(*location).key_names())
         expected = f"a section with keys {keys}{', or null' * (bool(section) or name == 'lora')}"
-        return describe_problem(found, expected, [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else [])
+        return describe_problem(found, expected, [key for known, key in names_elsewhere().items() if known == name])
     key = recipe_keys()[".".join(location)]
     nearest = closest(value, key.values.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     not_empty = ", not empty" if value in ("", [], {}) else ""
