@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -153,6 +155,19 @@ def test_all_benchmarks_are_evaluated(base: Path, tmp_path: Path, capsys) -> Non
     assert programs == [{"question_id": "abc301_a", "code_list": [""]}]
     row = json.loads((folder / "ojbench.generations.json").read_text())
     assert row.pop("content") and row == ROWS["ojbench"][0]
+
+
+def test_the_example_of_own_problems_works_as_documented(base: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
+    ((file, rows, command),) = re.findall(r"(?ms)^cat > (\S+) <<'EOF'\n(.*?)^EOF\nvcore-ds (.*?)$", page)
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(rows)
+    words = [str(base) if word == "RUN" else word for word in shlex.split(command)]
+    assert main([*words, "--max-new-tokens", "8", *FP32]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].split()[:2] == ["percent", "2"]
+    assert [sample.problem_id for sample in read_samples(Path("percent"), "percent")] == ["half", "tip"]
+    shutil.copytree("percent", "again")
+    assert main(["compare", "percent", "again"]) == 0 and "percent" in capsys.readouterr().out
 
 
 def make_words(base: Path, output: Path, *options: str) -> list[str]:

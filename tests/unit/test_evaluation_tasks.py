@@ -11,13 +11,7 @@ from tests.helpers.benchmark_rows import ROWS, write_rows
 from tests.helpers.late_imports import LateModule
 from vcore_ds.commands.quickstart.traces import HELD_OUT
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import (
-    AnswerChecker,
-    choice_prompt,
-    final_answer,
-    is_right,
-    math_prompt,
-)
+from vcore_ds.data.answers import AnswerChecker, choice_prompt, final_answer, is_right, math_prompt
 
 if TYPE_CHECKING:
     from inspect_ai.dataset import Sample
@@ -131,6 +125,7 @@ def test_champ_problems_have_numbers_as_answers() -> None:
         ("gsm8k", [{"question": "?", "answer": "so 5"}], "found no number behind ####"),
         ("rbench", [{**ROWS["rbench"][0], "answer": "G"}], "found 6 options and the answer 'G'"),
         ("supergpqa", [{**ROWS["supergpqa"][0], "options": None}], "found 0 options"),
+        ("own", [{"problem": "1 + 1?"}], "own: .*own.jsonl: row 1: found no `answer`"),
         ("math500", [[1]], "row 1: found int"),
         ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
         ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: found .*half of a surrogate pair"),
@@ -139,6 +134,39 @@ def test_champ_problems_have_numbers_as_answers() -> None:
 def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         read(write_rows(tmp_path, task, rows))
+
+
+def test_own_problems_are_read_by_their_columns(tmp_path: Path, checker: AnswerChecker) -> None:
+    question = r"Is {options} $\{2\}$ or 2?"
+    write_rows(tmp_path, "sets", [{"question": question, "answer": "$2$"}])
+    write_rows(tmp_path, "quiz", [{"id": "q", "problem": "Which?", "options": ["one", 2], "answer": "B"}])
+    words = [f"my-sets.v2={tmp_path}/sets.jsonl", f"quiz={tmp_path}/quiz.jsonl"]
+    sets, quiz = tasks.choose_tasks(words)
+    assert [sets.name, sets.kind, quiz.kind] == ["my-sets.v2", "math", "choice"]
+    assert [(one.id, one.input, one.target) for one in sets.problems] == [("00001", math_prompt(question), "2")]
+    assert quiz.problems[0].input == choice_prompt("Which?", ["one", "2"])
+    (template := tmp_path / "my template.txt").write_text("Put one of\n{options}\ninto \\boxed{}: {problem}\n")
+    (asked,) = tasks.choose_tasks(words[1:], prompt=str(template))
+    assert asked.problems[0].input == "Put one of\n(A): one\n(B): 2\ninto \\boxed{}: Which?"
+    # A comparison refuses other grading of the same problems.
+    (number,), (also,) = (tasks.choose_tasks(words[:1], answer=one, prompt="{problem} x=") for one in ("number", None))
+    assert number.describe()[1:] == also.describe()[1:] and number.describe() != also.describe()
+    assert number.problems[0].input == f"{question} x="
+    assert is_right(final_answer("it is 2", number.kind), str(number.problems[0].target), number.kind, checker)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("own", {"answer": "choice"}, "found 0 options and the answer '2'"),
+        ("own", {"prompt": "Answer {question}"}, "a --prompt with {problem}"),
+        ("own", {"answer": "choice", "prompt": "{problem}"}, "--prompt: .* without {options}"),
+        ("aime", {"prompt": "{problem}"}, "--prompt: found benchmarks alone"),
+    ],
+)
+def test_unfit_prompts_and_answers_are_refused(task: str, options: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        tasks.choose_tasks([write_rows(tmp_path, task, [{"problem": "1 + 1?", "answer": "2"}])], **options)
 
 
 def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
@@ -152,6 +180,8 @@ def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
 def test_wrong_names_of_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found 'amie' \(did you mean \"aime\"\?\); expected some of arithmetic, "):
         read("amie")
+    with pytest.raises(UserError, match=r"found 'a/b'; expected .*, or NAME=FILE"):
+        read(f"a/b={tmp_path}/none.jsonl")
     with pytest.raises(UserError, match="found champ twice"):
         read("champ", "champ")
     with pytest.raises(UserError, match="a task that makes its own problems"):

@@ -132,9 +132,9 @@ def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerCheck
 # Details") and CHAMP's.
 _MATH = """\
 You are a helpful and accurate assistant for solving the following math problem:
-{question}
+{problem}
 
-Please reason step by step, and put the correct answer within \\boxed{{}} at last."""
+Please reason step by step, and put the correct answer within \\boxed{} at last."""
 
 _CODE = """\
 You are an expert competitive programmer. You will be given a problem statement, test case constraints, and \
@@ -151,17 +151,17 @@ Put your final solution within a single code block:
 ```
 
 # Problem
-{question}
+{problem}
 
 Now solve the problem and return the code."""
 
 _CHOICE = """\
 You are a helpful and accurate assistant for solving the following multiple-choice question:
-{question}
+{problem}
 Options are:
 {options}
 
-Please reason step by step, and put the correct answer within \\boxed{{}} at last."""
+Please reason step by step, and put the correct answer within \\boxed{} at last."""
 
 CHAMP = "Solve the following problem. Make sure to show your work before giving the final answer.\n\n{statement}"
 """CHAMP's prompt, without the hints and examples of most of its conversations."""
@@ -169,18 +169,23 @@ CHAMP = "Solve the following problem. Make sure to show your work before giving 
 
 def math_prompt(question: str) -> str:
     """Return the user's turn for a mathematical problem."""
-    return _MATH.format(question=question)
+    return fill_template(_MATH, question)
 
 
 def code_prompt(question: str) -> str:
     """Return the user's turn for a competitive programming problem in C++."""
-    return _CODE.format(question=question)
+    return fill_template(_CODE, question)
 
 
 def choice_prompt(question: str, options: Sequence[str]) -> str:
     """Return the user's turn for a multiple-choice question with options from (A)."""
-    lines = (f"({chr(ord('A') + i)}): {option}" for i, option in enumerate(options))
-    return _CHOICE.format(question=question, options="\n".join(lines))
+    return fill_template(_CHOICE, question, options)
+
+
+def fill_template(template: str, question: str, options: Sequence[str] = ()) -> str:
+    """Return the user's turn: a template with its `{problem}` and `{options}` replaced. Other braces are text."""
+    lines = "\n".join(f"({chr(ord('A') + i)}): {option}" for i, option in enumerate(options))
+    return re.sub(r"\{(problem|options)\}", lambda field: question if field[1] == "problem" else lines, template)
 
 
 if __name__ == "__main__":

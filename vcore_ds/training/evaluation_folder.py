@@ -83,9 +83,8 @@ def summarize(samples: Sequence[SampleResult]) -> TaskResult:
 
 
 def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> None:
-    """Write NAME.jsonl, sorted by problem, then sample. Raises OSError."""
-    ordered = sorted(samples, key=lambda sample: (sample.problem_id, sample.sample))
-    lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in ordered)
+    """Write NAME.jsonl. Raises OSError."""
+    lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
     write_text(samples_path(folder, task), lines)
 
 

@@ -29,9 +29,7 @@ from vcore_ds.training import console
 from vcore_ds.training.run_folder import LOST_METRICS, METRICS, RECIPE, TRACKERS
 
 MOST_WAITING = 1000  # lines that may wait for a tracker; further ones are dropped
-
 CLOSE_SECONDS = 60.0  # time to send the remaining lines at the end of a run
-
 DRAIN_SECONDS = 5.0  # the same if a run ends early: another attempt may be waiting
 
 GROUPS = {

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
+from vcore_ds.data.answers import Kind
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
@@ -24,15 +25,18 @@ DESCRIPTION = (
 )
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that launchers set for a rank."""
-PAPER_MAX_NEW_TOKENS = 8_192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="RUN|MODEL", help="a model's folder or hub id, an adapter's folder, or the folder of a run")
     add("--output", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished evaluation's")
-    tasks = "tasks of docs/evaluation.md, each with a file to read instead of its data set (default: arithmetic champ)"
+    tasks = "tasks of docs/evaluation.md, each from FILE if given, or your own problems (default: arithmetic champ)"
     add("--tasks", nargs="+", default=["arithmetic", "champ"], metavar="NAME[=FILE]", help=tasks)
+    kinds = "your own problems' answers (default: choice where rows have `options`, else math; docs/evaluation.md)"
+    add("--answer", choices=get_args(Kind), help=kinds)
+    template = "your own problems' prompt: a text with {problem}, and {options} if rows have them, or a file with one"
+    add("--prompt", metavar="TEMPLATE", help=template)
     add("--base", metavar="MODEL", help="base model of an adapter (default: the one it names)")
     add("--preset", choices=["paper"], help="greedy, 8,192 new tokens (default: as generation_config.json recommends)")
     add("--samples", type=positive, metavar="N", help="answers per problem (default: 16 for AIME, else 1)")
@@ -72,9 +76,11 @@ def main(arguments: argparse.Namespace) -> None:
         )
     tasks = choose_tasks(
         arguments.tasks,
+        answer=arguments.answer,
+        prompt=arguments.prompt,
         limit=arguments.limit,
         num_samples=1 if is_greedy else arguments.samples,
-        max_new_tokens=arguments.max_new_tokens or (PAPER_MAX_NEW_TOKENS if arguments.preset == "paper" else None),
+        max_new_tokens=arguments.max_new_tokens or (8_192 if arguments.preset == "paper" else None),
     )
     evaluate(arguments, model, sampling, tasks)
 

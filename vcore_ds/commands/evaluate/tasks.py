@@ -1,11 +1,14 @@
-"""Tasks of `vcore-ds eval`: the paper's benchmarks, from the hub or a copy, and two that need no download."""
+"""Tasks of `vcore-ds eval`: the paper's benchmarks, from the hub or a copy, two without a download, the user's own."""
 
 import difflib
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from inspect_ai.dataset import Sample
@@ -13,7 +16,8 @@ from inspect_ai.dataset import Sample
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import check_unicode
-from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
+from vcore_ds.config.load import read_text
+from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, fill_template, math_prompt
 from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
 from vcore_ds.training.evaluation_folder import SampleResult
 
@@ -25,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task that --tasks can name."""
+    """A task that --tasks can name, or one of the user's."""
 
     help: str
     kind: Kind
@@ -50,30 +54,63 @@ class ChosenTask(NamedTuple):
     max_new_tokens: int
 
     def describe(self) -> list[list[Any]]:
-        return [[problem.id, problem.input, problem.target] for problem in self.problems]
+        kind = [] if self.name in BENCHMARKS else [[self.kind]]  # a benchmark's is always the same
+        return kind + [[problem.id, problem.input, problem.target] for problem in self.problems]
 
 
 def choose_tasks(
-    words: Sequence[str], *, limit: int | None = None, num_samples: int | None = None, max_new_tokens: int | None = None
+    words: Sequence[str],
+    *,
+    answer: Kind | None = None,
+    prompt: str | None = None,
+    limit: int | None = None,
+    num_samples: int | None = None,
+    max_new_tokens: int | None = None,
 ) -> list[ChosenTask]:
     """Read the tasks NAME or NAME=FILE, with the first `limit` problems of each; None for each task's number of samples
-    and tokens. Raises UserError where a name is unknown or repeated, or a task's data cannot be used."""
+    and tokens. Names of no benchmark are tasks of the user's, with `answer` and `prompt` as in `make_own_task`. Raises
+    UserError where a name is unknown or repeated, a template or a task's data cannot be used, or no task takes them."""
     chosen: dict[str, ChosenTask] = {}
     for word in words:
         name, _, files = word.partition("=")
-        if name not in BENCHMARKS:
+        if name not in BENCHMARKS and not (files and re.fullmatch(r"\w[\w.-]{0,63}", name)):
             near = difflib.get_close_matches(name, BENCHMARKS, n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""
-            raise UserError(f"--tasks: found {name!r:.60}{hint}; expected some of {', '.join(BENCHMARKS)}")
+            raise UserError(
+                f"--tasks: found {name!r:.60}{hint}; expected some of {', '.join(BENCHMARKS)}, or NAME=FILE with "
+                "problems of your own and a NAME of letters, digits, dots and dashes"
+            )
         if name in chosen:
             raise UserError(f"--tasks: found {name} twice; expected each task once")
-        task = BENCHMARKS[name]
+        task = BENCHMARKS.get(name) or make_own_task(files, answer, prompt)
         if task.make is not None and files:
             raise UserError(f"--tasks: {word}: found a file for a task that makes its own problems")
         problems = task.make() if task.make is not None else task.select(_read_problems(name, task, files))
         limits = num_samples or task.num_samples, max_new_tokens or task.max_new_tokens
         chosen[name] = ChosenTask(name, task.kind, problems[:limit], *limits)
+    if (answer, prompt) != (None, None) and chosen.keys() <= BENCHMARKS.keys():
+        raise UserError("--answer, --prompt: found benchmarks alone, which have theirs; expected NAME=FILE in --tasks")
     return list(chosen.values())
+
+
+def make_own_task(files: str, answer: Kind | None, prompt: str | None) -> Benchmark:
+    """Make a task of the user's problems. `answer`: None for multiple choice where the first row has `options`, else
+    math. `prompt`: a template with `{problem}`, and `{options}` for multiple choice, or a file with one; None for the
+    prompt of training. Raises UserError where they cannot be read, or the template lacks a field."""
+    if answer is None:
+        _, first = next(read_problem_rows(files, "test"), ("", None))
+        answer = "choice" if isinstance(first, dict) and "options" in first else "math"
+    readers: dict[Kind, Callable[..., Sample]] = {"choice": _read_choice, "code": _read_code}
+    read = readers.get(answer, read_math)
+    if prompt is not None:
+        if "{problem}" not in prompt:
+            prompt = read_text(Path(prompt).expanduser(), "a --prompt with {problem}, or a file with one").strip()
+        needed = ["{problem}", *(["{options}"] if answer == "choice" else [])]
+        if missing := [field for field in needed if field not in prompt]:
+            raise UserError(f"--prompt: found {prompt!r:.100} without {missing[0]}; expected {' and '.join(needed)}")
+        read = partial(read, make_prompt=partial(fill_template, prompt))
+    columns = {"choice": "`problem`, a list `options` and the `answer`'s letter", "code": "`problem`"}
+    return Benchmark(columns.get(answer, "`problem` and `answer`"), answer, read)
 
 
 def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
@@ -104,14 +141,14 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
     return list(problems.values())
 
 
-def read_math(row: Row) -> Sample:
-    """Read a problem of AIME, MATH-500 or OlympiadBench, which has a list of answers."""
+def read_math(row: Row, make_prompt: Callable[[str], str] = math_prompt) -> Sample:
+    """Read a problem of AIME, MATH-500, or OlympiadBench, which has a list of answers, or one of the user's."""
     answers = row.get("final_answer")
     if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
         row = {**row, "final_answer": ", ".join(answers)}
     question = require_text(row, "problem", "question", "Problem")
     answer = require_text(row, "answer", "Answer", "final_answer")
-    return _problem(row, ("unique_id", "id", "ID"), math_prompt(question), answer.replace("$", "").strip())
+    return _problem(row, ("unique_id", "id", "ID"), make_prompt(question), answer.replace("$", "").strip())
 
 
 def _read_gsm8k(row: Row) -> Sample:
@@ -122,14 +159,14 @@ def _read_gsm8k(row: Row) -> Sample:
     return _problem(row, ("id",), math_prompt(require_text(row, "question")), number.replace(",", "").strip())
 
 
-def _read_choice(row: Row) -> Sample:
+def _read_choice(row: Row, make_prompt: Callable[[str, Sequence[str]], str] = choice_prompt) -> Sample:
     """Read a problem of SuperGPQA, with a list of options, or R-Bench-T, with a column per option, from A."""
     options = row.get("options", [require_text(row, letter) for letter in "ABCDEF" if letter in row])
     options = list(map(str, options)) if isinstance(options, list) else []
     letter = require_text(row, "answer_letter", "answer")
     if letter not in [chr(ord("A") + i) for i in range(len(options))]:
         raise ValueError(f"found {len(options)} options and the answer {letter!r:.40}")
-    prompt = choice_prompt(require_text(row, "question"), options)
+    prompt = make_prompt(require_text(row, "problem", "question"), options)
     return _problem(row, ("uuid", "index", "id"), prompt, letter, discipline=str(row.get("discipline", "")))
 
 
@@ -148,10 +185,9 @@ def choose_supergpqa(problems: list[Sample]) -> list[Sample]:
     return [problem for name in sorted(groups) for problem in groups[name][: counts[name]]]
 
 
-def _read_livecodebench(row: Row) -> Sample:
-    """Read a problem of LiveCodeBench, with the training prompt, which asks for C++."""
-    name, prompt = require_text(row, "question_id"), code_prompt(require_text(row, "question_content"))
-    return Sample(id=name, input=prompt, metadata={"row": {"question_id": name}})
+def _read_code(row: Row, make_prompt: Callable[[str], str] = code_prompt) -> Sample:
+    """Read a problem of LiveCodeBench or the user's. The training prompt asks for C++."""
+    return _problem(row, ("question_id", "id"), make_prompt(require_text(row, "problem", "question_content")), "")
 
 
 def _read_ojbench(row: Row) -> Sample:
@@ -167,16 +203,16 @@ def _only_cpp(problems: list[Sample]) -> list[Sample]:
 
 
 def format_generations(task: ChosenTask, samples: Sequence[SampleResult]) -> str:
-    """The input of a code task's official grader. LiveCodeBench: a JSON list of {question_id, code_list}. OJBench: a
-    JSON line per answer, with the row's columns and `content`."""
+    """The input of a code task's official grader. OJBench: a JSON line per answer, with the row's columns and
+    `content`. LiveCodeBench, and the user's: a JSON list of {question_id, code_list}."""
     by_problem: dict[str, list[SampleResult]] = defaultdict(list)
     for sample in samples:
         by_problem[sample.problem_id].append(sample)
-    answers = [((problem.metadata or {})["row"], by_problem[str(problem.id)]) for problem in task.problems]
-    if task.name == "livecodebench":
-        rows = [{**row, "code_list": [sample.answer or "" for sample in given]} for row, given in answers]
+    answers = [(problem, by_problem[str(problem.id)]) for problem in task.problems]
+    if task.name != "ojbench":
+        rows = [{"question_id": one.id, "code_list": [each.answer or "" for each in given]} for one, given in answers]
         return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
-    rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
+    rows = [{**(one.metadata or {})["row"], "content": each.output} for one, given in answers for each in given]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -225,6 +261,6 @@ BENCHMARKS = {
     "rbench": Benchmark("R-Bench-T in English, 1,094 questions", "choice", _read_choice, (_RBENCH,)),
     "supergpqa": Benchmark("SuperGPQA", "choice", _read_choice, (_SUPERGPQA,), select=choose_supergpqa),
     # The data set of the former has a loading script, that of the latter files other than its rows.
-    "livecodebench": Benchmark("LiveCodeBench's test*.jsonl", "code", _read_livecodebench),
+    "livecodebench": Benchmark("LiveCodeBench's test*.jsonl", "code", _read_code),
     "ojbench": Benchmark("OJBench's prompts/full.jsonl", "code", _read_ojbench, select=_only_cpp),
 }

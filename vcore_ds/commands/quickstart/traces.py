@@ -113,8 +113,7 @@ def _package_folder(module: str, package: str) -> Path:
     """Return an installed package's folder without importing it. Raises UserError where it is not installed."""
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        install = f"pip install {package}" if package == "gguf" else f"pip install --no-deps {package}"
-        raise UserError(f"{sys.executable} does not find the package `{package}`. {install} (a checkout: make .venv)")
+        raise UserError(f"{sys.executable} lacks {package}: pip install --no-deps {package} (a checkout: make .venv)")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
