@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ids = np.array(prompt + answer, np.int32)
         supervised = np.arange(len(ids)) >= len(prompt)
         sequences.append(TokenizedSequence(i, ids, supervised, np.zeros(len(ids), np.bool_)))
-    write_store(path / "store", sequences, tokenizer)
+    counts = {"rows": NUM_TRACES + 3, "malformed": 1, "dropped": {"longer than the cutoff": 2}}
+    write_store(path / "store", sequences, tokenizer, counts=counts)
     means = {"right": [40.0 - i - 0.5 for i in range(NUM_TRACES)], HOSTILE: [float(i % 3) for i in range(NUM_TRACES)]}
     sources = ["a.jsonl"] * 45 + [HOSTILE] * 15
     write_scores_folder(path / "scores", TokenStore(path / "store"), path / "model", means, sources)
@@ -51,6 +52,7 @@ def test_the_page_shows_statistics_by_set_and_source(browser: "Browser", folder:
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth") == width
         assert "hacked" not in page.title() and page.locator("script").count() == 4  # JSON, two sets, code
+        assert "left out: 1 malformed, 2 longer than the cutoff." in page.locator("body").inner_text()
         sections = page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)")
         assert sections == ["sets", "distribution", "sources", "ends", "traces"]
         ends = page.locator("#ends table").first.locator("tbody tr").all_inner_texts()

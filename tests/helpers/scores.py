@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vcore_ds.commands.score.results import count_rows
 from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
     ScoredData,
@@ -67,6 +68,7 @@ def write_scores_folder(
         tokenizer["chat_template_hash"],
         int(numbers.sum()),
         {source["file"]: source["fingerprint"] for source in store.manifest.get("source", []) if "file" in source},
+        **count_rows(store),
     )
     sets = {name: TrustedSet(f"{name}.jsonl", "0" * 64, 8, 1.5, 0.25, 0.5, -0.1) for name in means}
     write_traces(folder, columns)

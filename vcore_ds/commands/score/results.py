@@ -323,10 +323,12 @@ def write_page(folder: Path) -> Page:
     model = f"{scores.checkpoints[0].run} after step {steps}" if scores.checkpoints else scores.model
     rank = f" (approximated: rank {scores.probe_rank})" if scores.probe_rank is not None else ""
     jacobian = f" times the Jacobian of {scores.direction.capitalize()}'s update" * (scores.direction != "sgd")
+    left_out = ", ".join(f"{number:,} {reason}" for reason, number in scores.data.dropped.items())
     summary = (
         f"The influence of {count(scores.data.num_sequences, 'trace')} on {count(len(scores.sets), 'trusted set')} "
         f"(the target or validation set of LESS), with the weights of {model}, along the gradient of each set's loss"
         f"{jacobian}{rank}. A utility is positive where learning the trace lowers the set's loss."
+        f"{f' Rows that were left out: {left_out}.' * bool(left_out)}"
     )
     blobs = {f"scores-{place}": blob for place, (_, blob) in enumerate(encoded)}
     page = Page(f"Scores of {Path(scores.data.path).name}", summary, sections, data, blobs)
