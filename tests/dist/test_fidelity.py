@@ -47,6 +47,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.setup import build_engine
+from vcore_ds.utility.derivative_check import Derivatives, compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import FiniteDifference, compute_jvp_utilities
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
@@ -86,6 +87,7 @@ class Fidelity:
     sequence."""
     jvp_along_exact_gradient: float | None  # with the utilities along the reference's probe gradient
     finite_difference: dict[float, float]  # by epsilon
+    derivatives: list[Derivatives]  # of the start and the end of a short sequence, as a run checks them
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,11 @@ def test_an_adapter_just_off_zero_is_not_lost_in_rounding() -> None:
 def test_forward_mode_orders_tokens_as_the_exact_derivative_does(fidelity: dict[str, Fidelity], setting: str) -> None:
     measured = fidelity[setting]
     assert measured.exact_spread > 0 and measured.jvp >= 0.99 and measured.with_fp8_tangents >= 0.98
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_right_model_in_bf16_passes_the_check_of_both_modes(fidelity: dict[str, Fidelity], setting: str) -> None:
+    assert all(derivatives.agree for derivatives in fidelity[setting].derivatives), fidelity[setting].derivatives
 
 
 def test_utilities_along_the_bf16_probe_gradient_agree_with_those_along_the_exact_one(
@@ -278,7 +285,15 @@ def measure(
         finite_difference={
             epsilon: compute_spearman(difference, upcast) for epsilon, difference in differences.items()
         },
+        derivatives=[compare_derivatives(engine, *batches) for batches in make_short_batches(tokenizer)],
     )
+
+
+def make_short_batches(tokenizer: PreTrainedTokenizerBase) -> list[list[Batch]]:
+    """The first and the last 32 tokens of a conversation, each with the same text without its first token."""
+    messages = [{"role": "user", "content": "what is 0 plus 0?"}, {"role": "assistant", "content": "0 and 0 is 0."}]
+    ids = torch.tensor([tokenizer(str(tokenizer.apply_chat_template(messages, tokenize=False))).input_ids])
+    return [[Batch([0], part, part) for part in (end, end[:, 1:])] for end in (ids[:, :32], ids[:, -32:])]
 
 
 @dataclass

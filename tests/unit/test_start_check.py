@@ -29,6 +29,7 @@ from vcore_ds.models.description import can_replace_attention
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.token_loss import LogitTransform
 from vcore_ds.training.start_checks import compare_losses, cross_entropy
+from vcore_ds.utility.derivative_check import Derivatives
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
@@ -245,3 +246,23 @@ def test_dropout_rates_that_no_step_can_seed_are_zeroed(
     training_config = read_training_config(str(tmp_path))
     assert {name: getattr(training_config, name) for name in zeroed} == dict.fromkeys(zeroed, 0.0)
     assert all(getattr(training_config, name) == getattr(config, name) for name in kept)
+
+
+def test_independent_rounding_errors_of_two_gradients_cancel_and_missing_terms_do_not() -> None:
+    """Gradients of a million elements; `lost` lacks the tangents of a tenth of them."""
+    torch.manual_seed(0)
+    shared, *own, error, other_error = torch.randn(5, 10**6, dtype=torch.float64)
+    first, second = shared + 0.5 * own[0], shared + 0.5 * own[1]
+    rounded, vector, orthogonal = first + 0.3 * error, second + 0.3 * other_error, own[0] - 0.5 * shared
+    lost = first * (torch.arange(10**6) >= 10**5)
+
+    def agree(vector: Tensor, forward: Tensor, forward_fp32: Tensor | None = None, rounded: Tensor = rounded) -> bool:
+        fp32 = None if forward_fp32 is None else float(forward_fp32 @ vector)
+        norms = float(rounded.norm() * vector.norm())
+        return Derivatives(float(rounded @ vector), float(forward @ vector), fp32, norms, 0.05).agree
+
+    assert not agree(rounded, first)  # the squared norm of a gradient holds its errors
+    assert agree(vector, first) and agree(orthogonal, first) and agree(vector, 0 * first, rounded=0 * first)
+    assert not agree(vector, lost) and not agree(vector, torch.nan * first)
+    assert agree(vector, 0.9 * first, first)  # a JVP in bf16 and in fp32
+    assert not agree(vector, 0.9 * first, lost) and not agree(vector, 0.5 * first, first)

@@ -224,6 +224,13 @@ class FlatShards:
             vector = [vector[sub_group][span] for sub_group, span in self._counted_spans]
         return layout.norm_over("job", [part for (part,) in iterate_chunks(vector)])
 
+    def dot(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+        """Global inner product of two vectors, which counts elements as `norm` does. A collective."""
+        if self._counted_spans is not None:
+            left, right = ([vector[i][span] for i, span in self._counted_spans] for vector in (left, right))
+        parts = (float(a.double() @ b.to(a.device).double()) for a, b in iterate_chunks(left, right))
+        return layout.sum_over("job", [sum(parts)])[0]
+
     def sum_replicated_gradients(self) -> None:
         """Sum the gradients of replicated parameters over the tensor-parallel group, whose ranks have those of their
         tokens or heads. A collective, once per accumulation."""

@@ -304,6 +304,10 @@ class Engine:
         """Global L2 norm of the gradient in the shards. A collective."""
         return self.shards.norm(self.shards.gradients())
 
+    def mean_over_replicas(self, values: Tensor) -> float:
+        """Mean of values that are the same on all ranks: ZeRO-3's ranks share one model."""
+        return float(values.double().mean())
+
     @contextmanager
     def changing_shards(self) -> Iterator[None]:
         """A context for changes of parameter shards outside `step`: the next forward reads the changed values. ZeRO-3

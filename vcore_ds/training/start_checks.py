@@ -30,6 +30,7 @@ from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, desc
 from vcore_ds.training import console
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.step import take_direction
+from vcore_ds.utility.derivative_check import compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, compute_jvp_utilities
 
@@ -197,62 +198,35 @@ def _mean_difference(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().masked_fill(equal, 0.0).mean(0)) if len(left) else 0.0
 
 
-# Forward mode needs a rule for every operation of an architecture, and a tangent for every trained parameter; if one is
-# silently missing, all utilities are wrong. Reverse mode needs other rules and hooks. The derivative of a loss along
-# its gradient is the squared norm of that gradient, so the two modes check each other: on one short sequence, forward
-# and backward, then a JVP pass.
-
-
-NUM_DERIVATIVE_TOKENS = 32
-
-TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4, torch.float64: 1e-6}
-"""Largest difference that rounding explains, relative to the squared norm, by the least precise of the parameters'
-dtypes."""
+NUM_DERIVATIVE_TOKENS = (32, 31)
+"""Last tokens of the first training sequence: in the loss that is differentiated, and in that whose gradient is the
+vector."""
 
 
 def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
-    """Compare both modes on the end of the first training sequence, the same on all ranks. A collective; does nothing
-    without forward mode. Parameters, optimizer state and the estimator's direction do not change. Raises UserError on
-    all ranks alike, if the modes differ."""
+    """Compare forward and reverse mode on the end of the first training sequence (`utility.derivative_check`). A
+    collective; does nothing without forward mode. Parameters, optimizer state and the estimator's direction do not
+    change. Raises UserError on all ranks alike, if the modes differ."""
     if not isinstance(estimator, ForwardMode):
         return
     mark("checking derivatives")
+    found = f"utility.estimator: found jvp together with {engine.module.base.config.model_type}"
     try:
-        batch = collate([take_ending(engine, feed, 0, NUM_DERIVATIVE_TOKENS)], feed.pad_token_id)
-        expected, measured = differentiate_along_gradient(engine, estimator, batch)
+        endings = [take_ending(engine, feed, 0, num_tokens) for num_tokens in NUM_DERIVATIVE_TOKENS]
+        batch, similar = (collate([ending], feed.pad_token_id) for ending in endings)
+        derivatives = compare_derivatives(engine, batch, similar, fused=estimator.fused)
     except RuntimeError as error:  # NotImplementedError is one
         if "jvp" not in str(error) and "forward AD" not in str(error):
             raise
         raise UserError(
-            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, which has an "
-            f"operation without a forward-mode derivative ({first_line(error)})"
-            f"; {INSTEAD_OF_JVP}"
+            f"{found}, which has an operation without a forward-mode derivative ({first_line(error)}); {INSTEAD_OF_JVP}"
         ) from None
-    difference = abs(measured / expected - 1) if expected else 0.0
-    # Adapters may be in fp32 on a model in bf16.
-    tolerance = max(TOLERANCE[parameter.dtype] for parameter in engine.module.parameters())
-    if not difference <= tolerance:  # NaN is wrong too
+    if not derivatives.agree:
         raise UserError(
-            f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, of which forward-mode "
-            f"derivatives are wrong: the loss of a short sequence along its own gradient changes by {measured:.6g}, "
-            f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it"
-            f"; {INSTEAD_OF_JVP}"
+            f"{found}, of which forward and reverse mode disagree: {derivatives}, expected a difference of at most "
+            f"{derivatives.tolerance:g} of it; {INSTEAD_OF_JVP}"
         )
-    console.note(f"Check of the utilities: forward and reverse mode differ by {difference:.1g} of the derivative")
-
-
-def differentiate_along_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> tuple[float, float]:
-    """Compute the squared norm of the gradient of the mean loss of `batch`, the same on all ranks, and the mean utility
-    along that gradient. A collective."""
-    direction = Direction(engine)
-    direction.compute([batch], normalization="sequence", clip=None)
-    assert direction.norm is not None
-    main = estimator.with_direction(direction)
-    with engine.without_dropout(), engine.accumulation(1):
-        result = main.begin([batch]).run(0)
-        assert result.utilities is not None
-        engine.backward(0.0 * result.losses.sum())  # ZeRO-3 expects one after a forward with a graph
-    return direction.norm**2, float(result.utilities.double().mean())
+    console.note(f"Check of the utilities: {derivatives}")
 
 
 LEAST_RANK_CORRELATION = 0.99

@@ -128,13 +128,13 @@ class ForwardMode(Estimator):
         """`batches_per_pass`: number of main micro-batches in a separate JVP pass; `fused`: compute utilities in the
         main forward, for which `why_not_fused` must be None."""
         self.direction = direction
-        self._engine, self._batches_per_pass, self._fused = engine, batches_per_pass, fused
+        self._engine, self._batches_per_pass, self.fused = engine, batches_per_pass, fused
 
     def begin(
         self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> MainForward:
         engine, direction = self._engine, self.direction
-        if self._fused and not precompute:
+        if self.fused and not precompute:
             return MainForward(lambda k: self._run_fused(batches[k]))
         pairs = compute_jvp_losses_and_utilities(engine, direction, batches, self._batches_per_pass)
         return MainForward(lambda k: MainLosses(engine.token_losses(batches[k]), pairs[k][1]), precomputed=pairs)
@@ -142,10 +142,6 @@ class ForwardMode(Estimator):
     def _run_fused(self, batch: Batch) -> MainLosses:
         with forward_mode_with_graph(self._engine, self.direction):
             return MainLosses(*compute_losses_and_utilities(self._engine, batch))
-
-    def with_direction(self, direction: Direction) -> "ForwardMode":
-        """Return a copy of this estimator with another direction."""
-        return ForwardMode(self._engine, direction, self._batches_per_pass, fused=self._fused)
 
 
 def why_not_fused(engine: Engine) -> str | None:

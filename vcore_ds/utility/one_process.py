@@ -20,6 +20,7 @@ from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization, loss_ratio_alpha
 from vcore_ds.models.causal_lm import use_eager_attention
+from vcore_ds.utility.derivative_check import compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.unsharded import UnshardedEngine, unsharded_engine
@@ -302,17 +303,14 @@ def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
 
 
 def _check_derivatives(engine: UnshardedEngine, batch: Batch) -> None:
-    """Compare both modes along the gradient of the first tokens' loss. Raises UserError if they differ, as where an
+    """Compare both modes on the first tokens (`utility.derivative_check`). Raises UserError if they differ, as where an
     architecture's forward disables gradients: forward mode differentiates there."""
     ids = batch.input_ids[:1, :_NUM_CHECKED]
-    short, direction = Batch([0], ids, ids), Direction(engine)
-    expected = direction.compute([short], normalization="sequence", clip=None).gradient_norm ** 2
-    mean = compute_jvp_utilities(engine, direction, [short])[0].double().mean()
-    if engine.average is not None:  # the gradient is that of all replicas
-        engine.average(mean)
-    measured = float(mean)
-    if abs(measured - expected) > 0.5 * _TOLERANCE.get(engine.trainable[0][1].dtype, 2e-4) * expected:
+    similar = ids[:, 1:] if ids.shape[1] > 2 else ids
+    derivatives = compare_derivatives(engine, Batch([0], ids, ids), Batch([0], similar, similar))
+    if not derivatives.agree:
         raise UserError(
-            f"model: found a {type(engine.module.base).__name__}, of which forward and reverse mode have different "
-            f"derivatives ({measured:.6g} and {expected:.6g} along a gradient); expected another model (docs/models.md)"
+            f"model: found a {type(engine.module.base).__name__}, of which forward and reverse mode disagree: "
+            f"{derivatives}, expected a difference of at most {derivatives.tolerance:g} of it. Choose another model "
+            "(docs/models.md)"
         )

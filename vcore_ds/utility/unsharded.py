@@ -110,6 +110,12 @@ class UnshardedEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def mean_over_replicas(self, values: Tensor) -> float:
+        mean = values.double().mean()
+        if self.average is not None:
+            self.average(mean)
+        return float(mean)
+
 
 def _count_updates(optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> int:
     """Number of steps that the optimizer has made. Raises UserError for another one than Adam or AdamW."""
