@@ -73,21 +73,20 @@ def _replace_kernels() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns about every replaced kernel
-        for names, addmm in ((MATMULS, _addmm), (BATCHED_MATMULS, _baddbmm)):
+        for names in (MATMULS, BATCHED_MATMULS):
             wide: Kernel = torch.library.get_kernel(f"aten::{names[2]}", "CPU").call_boxed
             for name in names:
                 native: Kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-                library.impl(name, _make_matmul_kernel(name, native, wide, addmm, dtypes), "CPU", allow_override=True)
+                library.impl(name, _make_matmul_kernel(name, native, wide, dtypes), "CPU", allow_override=True)
         for name in ATTENTION:
             native = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
             library.impl(name, _make_attention_kernel(native, dtypes), "CPU", allow_override=True)
     return library
 
 
-def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, dtypes: set[torch.dtype]) -> Kernel:
-    """Make the replacement of `native`, PyTorch's kernel of the operator `name`. `wide`: PyTorch's kernel of `addmm` or
-    `baddbmm`; `addmm`: computes `beta * addend + alpha * left @ right` with it, from operands in one of the `dtypes`.
-    """
+def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, dtypes: set[torch.dtype]) -> Kernel:
+    """Make the replacement of `native`, PyTorch's kernel of the operator `name`, for operands in one of the `dtypes`.
+    `wide`: PyTorch's kernel of `addmm` or `baddbmm`."""
 
     def is_replaced(left: Tensor, right: Tensor, *others: Tensor) -> bool:
         if left.dtype not in dtypes or any(other.dtype is not left.dtype for other in (right, *others)):
@@ -100,7 +99,7 @@ def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, 
         if not is_replaced(left, right, *addend, *out):
             return native(_CPU, *operands, **options)
         beta = options.get("beta", 1) if addend else 0
-        result = addmm(wide, *(addend or [_ZERO]), left, right, beta, options.get("alpha", 1))
+        result = _addmm(wide, addend[0] if addend else _ZERO, left, right, beta, options.get("alpha", 1))
         if name.endswith("_"):
             return addend[0].copy_(result)
         if not out:
@@ -113,10 +112,11 @@ def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, 
 
 
 def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta * addend + alpha * left @ right`, `[m, n]`, rounded once; the addend is expandable to `[m, n]`. Large
-    multiplications are split along their longest dimension, into pieces of about `PIECE_ELEMENTS` fp32 elements."""
-    (m, k), n = left.shape, right.shape[-1]
-    num_pieces = -(-(m * k + k * n + m * n) // PIECE_ELEMENTS)
+    """`beta * addend + alpha * left @ right`, `[m, n]` or `[b, m, n]`, rounded once; the addend is expandable to it.
+    Large multiplications without `b` are split along their longest dimension, into pieces of about `PIECE_ELEMENTS`
+    fp32 elements."""
+    m, k, n = *left.shape[-2:], right.shape[-1]
+    num_pieces = 1 if left.dim() == 3 else -(-(m * k + k * n + m * n) // PIECE_ELEMENTS)
     longest = max(m, k, n)
     if num_pieces <= 1 or longest <= 1:
         return wide(_CPU, addend.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(left.dtype)
@@ -134,11 +134,6 @@ def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: floa
         operands = (addend[rows, columns].float(), left[rows].float(), right[:, columns].float())
         result[rows, columns] = wide(_CPU, *operands, beta=beta, alpha=alpha)
     return result
-
-
-def _baddbmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta * addend + alpha * left @ right`, `[b, m, n]`, rounded once."""
-    return wide(_CPU, addend.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(left.dtype)
 
 
 def _make_attention_kernel(native: Kernel, dtypes: set[torch.dtype]) -> Kernel:

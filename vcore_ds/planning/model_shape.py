@@ -32,11 +32,6 @@ class Experts:
         """Width of the MLP that a token goes through."""
         return self.per_token * self.width + self.shared_width
 
-    @property
-    def idle_width(self) -> int:
-        """Width of all experts of a layer that a token does not go through."""
-        return (self.num_experts - self.per_token) * self.width
-
 
 def is_moe(config: Mapping[str, Any]) -> bool:
     """Whether a language model's configuration, as in config.json, is that of an MoE model: the parameters themselves
@@ -176,7 +171,9 @@ class ModelShape:
     @property
     def idle_layer_parameters(self) -> int:
         """Parameters of the experts of an MoE layer to which a token is not routed; 0 in a dense model."""
-        return 0 if self.experts is None else 3 * self.hidden_size * self.experts.idle_width
+        if (experts := self.experts) is None:
+            return 0
+        return 3 * self.hidden_size * experts.width * (experts.num_experts - experts.per_token)
 
     @property
     def idle_parameters(self) -> int:

@@ -209,8 +209,10 @@ class StepPasses:
 
 def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
     """Derive the passes of an optimizer step."""
-    steps_per_probe = settings.probe.every if settings.estimator is not None else 1
-    return StepPasses.derive(memory, reference_forwards=int(settings.runs_reference), steps_per_probe=steps_per_probe)
+    method, steps_per_probe = settings.method, settings.probe.every if settings.estimator is not None else 1
+    # iw_sft with adapters and asft run the model without its adapters in every step.
+    runs_reference = (method.reads_reference or method.is_anchored) and settings.lora is not None
+    return StepPasses.derive(memory, reference_forwards=int(runs_reference), steps_per_probe=steps_per_probe)
 
 
 def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:

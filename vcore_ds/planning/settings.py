@@ -52,11 +52,6 @@ class PlanSettings:
             and (self.lora is None or self.lora.dropout == 0.0)
         )
 
-    @property
-    def runs_reference(self) -> bool:
-        """Whether every step runs the model without its adapters: iw_sft with adapters, and asft."""
-        return (self.method.reads_reference or self.method.is_anchored) and self.lora is not None
-
 
 def derive_plan_settings(recipe: Recipe) -> PlanSettings:
     """Take the sections of a recipe."""

@@ -276,15 +276,10 @@ def check_memory(plan: MemoryPlan | None, engine: EngineConfig) -> None:
     with the bytes by kind and how to need fewer."""
     if plan is None or not engine.memory_check:  # on all ranks alike
         return
-    available, estimate = find_least_available(), plan.estimate
+    free = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
+    device_bytes, host_bytes = map(min, zip(*free, strict=True))
+    available, estimate = Available(device_bytes, host_bytes, is_cpu=device().type == "cpu"), plan.estimate
     if not available.holds(estimate):
         raise UserError(describe_shortage(plan, available))
     if not available.holds_with_margin(estimate):
         console.warn(describe_tightness(plan, available))
-
-
-def find_least_available() -> Available:
-    """Find the least free memory of all ranks. A collective."""
-    free = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
-    device_bytes, host_bytes = map(min, zip(*free, strict=True))
-    return Available(device_bytes, host_bytes, is_cpu=device().type == "cpu")

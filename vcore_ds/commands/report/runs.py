@@ -321,9 +321,12 @@ def _make_series(place: int, runs: Sequence[ReportedRun], key: str) -> Series | 
 
 def _read_values(run: ReportedRun, key: str) -> dict[int, Any]:
     """The values of a measure by step: a number, or the numbers of `_OF_RECORDS`."""
+    values: dict[int, Any] = {}
     if key in _OF_RECORDS:
-        utilities = {record.step: join_utilities(record) for record in run.records}
-        values = {step: _OF_RECORDS[key](each) for step, each in utilities.items() if each is not None}
+        for record in run.records:
+            utilities = [sequence.utilities for sequence in record.sequences if sequence.utilities is not None]
+            if len(utilities) == len(record.sequences):  # methods without utilities have none
+                values[record.step] = _OF_RECORDS[key](np.concatenate(utilities).astype(np.float64))
     else:
         scale = 2.0**-30 if key == "peak_memory_bytes" else 1.0
         lines = {int(line["step"] or 0): line.get(key) for line in run.metrics}
@@ -331,12 +334,6 @@ def _read_values(run: ReportedRun, key: str) -> dict[int, Any]:
     if _omits_first_step(run, key):
         values.pop(1, None)
     return values
-
-
-def join_utilities(record: TokenRecord) -> np.ndarray | None:
-    """Utilities of all tokens of a record, fp64; None for methods without utilities."""
-    present = [sequence.utilities for sequence in record.sequences if sequence.utilities is not None]
-    return np.concatenate(present).astype(np.float64) if len(present) == len(record.sequences) else None
 
 
 DASHES = ("-", "--", ":", "-.")
