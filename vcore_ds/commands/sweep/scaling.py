@@ -9,6 +9,7 @@ intervals that were too narrow (arXiv:2404.10102).
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -59,12 +60,7 @@ def fit_laws(sizes: Sequence[Sequence[float]], losses: Sequence[float], columns:
             intervals = [(low, high) for low, high in np.quantile(shown[1:], [0.025, 0.975], axis=0).T.tolist()]
             *numbers, predicted = shown[0].tolist()
             names, measured = [*(name.lower() for name in columns), "E"], float(np.exp(y[largest]).mean())
-
-            def predict(
-                at: np.ndarray, terms: Terms = terms, center: np.ndarray = center, best: np.ndarray = best
-            ) -> np.ndarray:
-                return np.exp(_predict(_make_features(np.log(at) - center, terms), best[:1])[0][0])
-
+            predict = partial(_predict_losses, terms, center, best[:1])
             fits.append(Fit(law, names, numbers, intervals[:-1], predicted, intervals[-1], measured, predict))
     return sorted(fits, key=lambda fit: abs(fit.error))
 
@@ -137,6 +133,10 @@ def _minimise(features: np.ndarray, y: np.ndarray, counts: np.ndarray, starts: n
         damping = np.clip(damping * np.where(better, 1 / 3, 4)[:, None, None], 1e-12, 1e6)
     best = cost.reshape(len(counts), len(starts)).argmin(1)
     return parameters.reshape(len(counts), len(starts), -1)[np.arange(len(counts)), best]
+
+
+def _predict_losses(terms: Terms, center: np.ndarray, parameters: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    return np.exp(_predict(_make_features(np.log(sizes) - center, terms), parameters)[0][0])
 
 
 def _huber(residuals: np.ndarray, weights: np.ndarray) -> np.ndarray:
