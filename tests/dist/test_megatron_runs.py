@@ -258,7 +258,7 @@ def resumed(folder: Path, runs: Path) -> tuple[str, torch.Tensor]:
 def test_resuming_at_another_tensor_parallel_size_is_refused_with_advice(folder, resumed):
     refusal, losses = resumed
     assert "parallel.tensor: 2 there, 1 here" in refusal
-    assert "export it (vcore-ds export) and give the result to a new run as its model.path" in refusal
+    assert f"model.path={folder / 'runs' / 'on_two'}" in refusal
     expected = compute_losses(AutoModelForCausalLM.from_pretrained(folder / "reloaded", dtype=torch.float32))
     assert float((losses - expected).abs().max()) < 2e-6
 

@@ -72,7 +72,7 @@ def train(recipe: Recipe) -> Path:
     with the same model: together a quarter of a short run. Returns the run's folder."""
     gc.freeze()  # DeepSpeed collects garbage at each start of an engine, which would traverse those of earlier runs
     sections = recipe.model_dump_json(include={"model", "lora", "parallel", "batch", "utility"})
-    replaced = {"make_model_card": lambda *_: ""}
+    replaced = {"make_model_card": lambda *_, **__: ""}
     if sections in _checked:
         replaced |= dict.fromkeys(CHECKS, lambda *_: None)
     with patch.multiple(run, **replaced):

@@ -107,7 +107,7 @@ def test_sampling_options_replace_those_of_the_model(base: Path, tmp_path: Path,
 def test_the_result_of_a_run_that_trained_all_parameters_is_found(base: Path, tmp_path: Path) -> None:
     recipe = smallest_recipe() | {"model": {"path": str(base)}}
     (tmp_path / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(recipe)))
-    with pytest.raises(UserError, match="the run has no result yet .model/."):
+    with pytest.raises(UserError, match=f"vcore-ds export {tmp_path}"):
         find_named_model(str(tmp_path))
     write_model(tmp_path / "model")
     named_model = find_named_model(str(tmp_path))

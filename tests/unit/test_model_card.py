@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 def read_card(run: Path, kind: Any, **options: Any) -> tuple[ModelCard, str]:
     recipe = read_run_recipe(run)
-    text = make_model_card(run, recipe.model.path, recipe.method, recipe.data, kind, **options)
+    text = make_model_card(run, recipe.model.path, recipe.lora, recipe.method, recipe.data, kind, **options)
     return ModelCard(text), text
 
 

@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from peft.utils import CONFIG_NAME
-from pydantic import TypeAdapter
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import read_json, reading
-from vcore_ds.config.load import read_resolved_recipe
+from vcore_ds.common.paths import reading
+from vcore_ds.config.results import ADAPTER_CONFIG, find_export, read_adapter_config
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.architecture_check import check_model_folder
 from vcore_ds.models.causal_lm import load_causal_lm
 from vcore_ds.models.lora import add_trained_adapter
 from vcore_ds.models.model_folder import find_end_tokens
-from vcore_ds.training.run_folder import RECIPE, export_folder
 
 _EXPECTED = "expected a run's folder, the folder of an adapter or a model, or a hub id (OWNER/NAME)"
 _RELATIVE = "A relative path is taken from the working directory, as in training"
@@ -71,24 +68,16 @@ def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELAT
 
 def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
     folder = Path(path)
-    if (folder / RECIPE).is_file():
-        recipe = read_resolved_recipe(folder / RECIPE)
-        result = export_folder(folder, is_adapter=recipe.lora is not None)
-        if not result.is_dir():
-            raise UserError(
-                f"RUN|MODEL: {folder}: the run has no result yet ({result.name}/); expected a finished one. Export a "
-                f"checkpoint (vcore-ds export {folder}) and name the exported folder"
-            )
-        if recipe.lora is None:
-            return NamedModel(path, str(result), None, recipe.model.path)
-        base = base or recipe.model.path
-        return NamedModel(path, base, str(result), base)
-    if (folder / CONFIG_NAME).is_file():
-        described = read_json(folder / CONFIG_NAME, TypeAdapter(dict[str, Any]), "peft's description of an adapter")
-        base = base or described.get("base_model_name_or_path")
+    if (found := find_export(path, "RUN|MODEL", "trained")) is not None:
+        result, recipe = found
+        base = base or recipe["model"]["path"]
+        is_adapter = recipe["lora"] is not None
+        return NamedModel(path, base if is_adapter else str(result), str(result) if is_adapter else None, base)
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = base or read_adapter_config(folder).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise UserError(
-                f"RUN|MODEL: {folder / CONFIG_NAME}: found no base_model_name_or_path; expected the base model. "
+                f"RUN|MODEL: {folder / ADAPTER_CONFIG}: found no base_model_name_or_path; expected the base model. "
                 f"{remedy}"
             )
         return NamedModel(path, base, path, base)

@@ -33,6 +33,7 @@ from vcore_ds.config.problems import (
     nearest_keys,
     show,
 )
+from vcore_ds.config.results import use_results
 from vcore_ds.config.schema import (
     FOREIGN_KEYS,
     SECTIONS,
@@ -174,9 +175,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe with its bases (see `merge_files`) and apply overrides `section.key=value`, whose values are YAML.
     A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
     the recipe. Fragments come first, in order, then the overrides. engine.deepspeed_config becomes
-    `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; in other paths `~`
-    is expanded. Raises RecipeError with all problems: of words, keys, and rules over valid keys; of files alone where
-    one cannot be read."""
+    `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; a run in
+    model.path or lora.adapter its exported folder; in other paths `~` is expanded. Raises RecipeError with all
+    problems: of words, keys, and rules over valid keys; of files alone where one cannot be read."""
     fragments = [word for word in overrides if _is_fragment(word)]
     merged = merge_files(path, fragments)
     is_complete = not merged.problems  # else missing keys are not the recipe's mistake
@@ -188,6 +189,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for section in SECTIONS.keys() - {"lora"}:
         merged.values.setdefault(section, {})  # a missing section is reported by its missing keys
     _resolve_deepspeed_config(merged)
+    if unusable := [f"{merged.find_source(key)}: {text}" for key, text in use_results(merged.values)]:
+        raise RecipeError([*merged.problems, *unusable])
     try:
         recipe = Recipe.model_validate(merged.values)
     except ValidationError as error:

@@ -105,7 +105,8 @@ class ModelConfig(Section):
     """The pretrained causal language model."""
 
     path: PathText
-    """Folder with a Hugging Face model (relative to the working directory), or its id on the hub."""
+    """Folder with a Hugging Face model (relative to the working directory), its id on the hub, or a run or checkpoint
+    (docs/recipes.md)."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Data type of the parameters in forward and backward; the master copy and the accumulated gradients are fp32."""
     provider: Literal["huggingface", "megatron"] = "huggingface"
@@ -136,6 +137,9 @@ class ParallelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters; `lora: null` trains all parameters."""
 
+    adapter: PathText | None = None
+    """Go on training an adapter of the model in model.path: a LoRA run, its checkpoint, or a folder in peft's format.
+    rank, alpha and target_modules are those of the adapter, and may be left out. null for a new one."""
     rank: Count
     """Rank r of every adapter."""
     alpha: Positive

@@ -38,6 +38,7 @@ from vcore_ds.models.causal_lm import find_decoder
 from vcore_ds.models.description import ModelDescription, build_empty_model, is_vision_language, read_model
 from vcore_ds.models.dual_tensors import linear_with_addend
 from vcore_ds.models.experts import ExpertsAdapter, use_adapter, uses_our_experts
+from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
@@ -201,6 +202,23 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     # that layer gives its adapters no gradients, and ZeRO-3's backward hook runs before the adapters'.
     adapted.enable_input_require_grads()
     return adapted
+
+
+def load_adapter(adapted: nn.Module, folder: Path) -> None:
+    """Load a trained adapter into a model with adapters that are not sharded yet; on the meta device only compare names
+    and shapes. Raises UserError if it cannot be read, or has other layers or shapes."""
+    file = folder / SAFETENSORS_WEIGHTS_NAME
+    with reading("lora.adapter", file, "a trained adapter"):
+        stored = read_header(file)
+    trained = {name.replace(".default.", "."): p for name, p in adapted.named_parameters() if p.requires_grad}
+    shapes, expected = ({name: tuple(one.shape) for name, one in each.items()} for each in (stored, trained))
+    if differing := sorted(name for name, _ in shapes.items() ^ expected.items()):
+        raise UserError(
+            f"lora.adapter: {file}: {differing[0]}: found {shapes.get(differing[0], 'none')}; expected "
+            f"{expected.get(differing[0], 'none')}: the layers in lora.target_modules of the model in model.path"
+        )
+    for name, parameter in trained.items():
+        parameter.data.copy_(read_tensor(stored[name], name))
 
 
 def build_empty_adapted_model(path: str, lora: LoraConfig) -> PeftModel:

@@ -20,6 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
+from vcore_ds.config.results import read_adapter_config
 from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
@@ -39,6 +40,7 @@ class BaseModel:
     name: str  # the last part of its id or path
     hub_id: str | None  # None for a local model that is not known to be on the hub
     license: Mapping[str, str] = field(default_factory=dict)  # `LICENSE_KEYS` of the card; empty if unknown
+    stages: tuple[str, ...] = ()  # of training by vcore_ds until now, as its card lists them
 
 
 def identify_base_model(path: str, *, hub_id: str | None = None) -> BaseModel:
@@ -53,14 +55,30 @@ def identify_base_model(path: str, *, hub_id: str | None = None) -> BaseModel:
     elif folder.is_dir():
         path = str(folder.absolute())
     metadata = read_card_metadata(folder / CARD)
+    is_ours = CARD_TAG in (metadata.get("tags") or [])
+    name, *stages = metadata.get("stages") or [Path(path).name] if is_ours else [Path(path).name]
     if hub_id is None:
-        named = metadata.get("base_model") if CARD_TAG in (metadata.get("tags") or []) else path
+        named = metadata.get("base_model") if is_ours else path
         hub_id = named if isinstance(named, str) and is_hub_id(named) else None
     if not metadata and hub_id is not None:
         with suppress(Exception):  # not in the cache, or an invalid id; the license is optional
             metadata = read_card_metadata(Path(hf_hub_download(hub_id, CARD, local_files_only=True)))
     known_license = {key: str(metadata[key]) for key in LICENSE_KEYS if isinstance(metadata.get(key), str)}
-    return BaseModel(Path(path).name, hub_id, known_license)
+    return BaseModel(name, hub_id, known_license, tuple(stages))
+
+
+def check_adapter_base(adapter: Path, path: str) -> None:
+    """Raise UserError unless `path` is the base model of an adapter, by the digest in its card or else by its name."""
+    named = read_adapter_config(adapter).get("base_model_name_or_path") or path
+    is_base = named == path or identify_base_model(named).name == identify_base_model(path).name
+    if (recorded := read_card_metadata(adapter / CARD).get("base_digest")) is not None:
+        with suppress(UserError):  # not downloaded yet
+            is_base = recorded == compute_model_digest(path)
+    if not is_base:
+        raise UserError(
+            f"model.path: found {path}, which is not the base model of lora.adapter {adapter}; expected the model that "
+            f"it was trained on ({named}), with the same weights"
+        )
 
 
 def is_hub_id(text: str) -> bool:

@@ -16,8 +16,8 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import LoraConfig, ModelConfig
 from vcore_ds.models import model_folder
 from vcore_ds.models.description import DTYPES
-from vcore_ds.models.lora import build_empty_adapted_model
-from vcore_ds.models.model_identity import CARD_TAG, BaseModel, identify_base_model
+from vcore_ds.models.lora import build_empty_adapted_model, load_adapter
+from vcore_ds.models.model_identity import CARD_TAG, BaseModel, check_adapter_base, identify_base_model
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training import run_folder
 from vcore_ds.training.evaluation_folder import read_evaluation
@@ -28,23 +28,31 @@ Kind = Literal["adapter", "model", "merged"]
 def make_model_card(
     run: Path,
     model: str,
+    lora: LoraConfig | None,
     method: MethodConfig,
     data: DataConfig,
     kind: Kind,
     *,
     step: int | None = None,
     base: BaseModel | None = None,
+    base_digest: str | None = None,
     evaluations: Sequence[Path] = (),
     checkpoint: str | None = None,
 ) -> str:
     """Return the text of the card, with the hub's metadata; of paths it shows only the last names. `model`:
-    model.path. `step`: of the exported checkpoint; None for the end of the run. `base`: None to identify it by `model`.
-    `evaluations`: their folders. `checkpoint`: digest of the exported checkpoint. Raises UserError if a file of the run
-    or of an evaluation is damaged."""
+    model.path. `step`: of the exported checkpoint; None for the end of the run. `base`: None to identify it by
+    `model`. `base_digest`: of the model under adapters. `evaluations`: their folders. `checkpoint`: digest of the
+    exported checkpoint. Raises UserError if a file of the run or of an evaluation is damaged."""
     base = base or identify_base_model(model)
     names = dict.fromkeys(Path(path).name for path in data.paths().values())
     tasks = [item for path in evaluations for item in read_evaluation(path, "--evaluation").tasks.items()]
-    title = f"{base.name}, fine-tuned with {method.name} ({'all parameters' if kind == 'model' else 'LoRA'})"
+    last_step = _find_last_step(run)
+    num_steps = last_step if step is None else step
+    after = "" if num_steps is None else f" for {num_steps:,} optimizer steps"
+    trained = "all parameters" if kind == "model" else "LoRA"
+    earlier = base.stages if lora is None or lora.adapter is None else identify_base_model(lora.adapter).stages
+    stages = [*earlier, f"{method.name} ({trained}){after}, run {run.resolve().name}"]
+    title = f"{base.name}, fine-tuned with {method.name} ({trained})"
     license_keys: dict[str, Any] = dict(base.license)
     results = [EvalResult("text-generation", name, name, "accuracy", round(one.accuracy, 4)) for name, one in tasks]
     metadata = ModelCardData(
@@ -56,17 +64,17 @@ def make_model_card(
         eval_results=results or None,
         model_name=title if results else None,
         checkpoint=checkpoint,
+        base_digest=base_digest,
+        stages=[base.name, *stages],
         **license_keys,
     )
     link = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else f"`{base.name}`"
     what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "A fine-tuned"}[kind]
     opener = "AutoPeftModelForCausalLM` of peft" if kind == "adapter" else "AutoModelForCausalLM` of transformers"
-    last_step = _find_last_step(run)
-    num_steps = last_step if step is None else step
-    after = "" if num_steps is None else f" for {num_steps:,} optimizer steps"
     paragraphs = [
-        f"{what} {link}, trained with `vcore_ds`, method `{method.name}`{after}. Open it with `{opener}`; its "
+        f"{what} {link}, trained with `vcore_ds`, method `{method.name}`{after}. Open it with `{opener}; its "
         "tokenizer has the chat template of training.",
+        *([f"Stages of training from `{base.name}`: {'; '.join(stages)}"] if earlier else ()),
         f"Data: {', '.join(f'`{name}`' for name in names)}",
         f"License of the base model, which applies here too: {base.license.get('license', 'unknown')}",
         *(_list_losses(run) if num_steps == last_step else ()),  # of the end of the run
@@ -99,7 +107,10 @@ def rehearse_result(
     """Write the run's result without weights into a temporary folder: what would fail after days fails before the model
     is loaded. Raises what the end of the run would raise."""
     with tempfile.TemporaryDirectory() as temporary:
-        card = make_model_card(Path(temporary), model.path, method, data, "model" if lora is None else "adapter")
+        if lora is not None and lora.adapter is not None:
+            check_adapter_base(Path(lora.adapter), model.path)
+            load_adapter(build_empty_adapted_model(model.path, lora), Path(lora.adapter))
+        card = make_model_card(Path(temporary), model.path, lora, method, data, "model" if lora is None else "adapter")
         write_without_weights(model, lora, tokenizer, card, Path(temporary) / "result")
 
 

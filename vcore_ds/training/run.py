@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
         losses = validate(trainer, run.data)
     export_folder = run_folder.export_folder(run.folder, is_adapter=has_adapters)
     result = RunResult(run.folder, export_folder, start.validation_losses_before, losses, last_step)
-    write_result(recipe, run, result, opened.reader.tokenizer)
+    write_result(recipe, run, result, opened.reader.tokenizer, frozen_digest)
     console.say(summarize(result))
     if layout.is_first():
         say_best(run.checkpoints, opened.schedule.num_steps)
@@ -352,8 +351,10 @@ def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
         return MetricsLog(folder, trackers)
 
 
-def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write losses and trained weights into the run's folder. A collective."""
+def write_result(
+    recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase, base_digest: str | None
+) -> None:
+    """Write losses and trained weights into the run's folder. A collective. `base_digest`: `RunState.frozen_digest`."""
     mark("export")
     before, after = result.validation_losses_before, result.validation_losses_after
 
@@ -365,8 +366,8 @@ def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrai
     if after:
         run_on_first_rank(write_losses)
     kind: Kind = "model" if recipe.lora is None else "adapter"
-    make = partial(make_model_card, run.folder, recipe.model.path, recipe.method, recipe.data, kind)
-    card = run_on_first_rank(make)
+    parts = recipe.model.path, recipe.lora, recipe.method, recipe.data, kind
+    card = run_on_first_rank(lambda: make_model_card(run.folder, *parts, base_digest=base_digest))
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, result.export_folder, card=card)
     if run.metrics_log is not None:
         run.metrics_log.close()

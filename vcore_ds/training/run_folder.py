@@ -31,7 +31,7 @@ from vcore_ds.common.paths import (
     write_text,
     writing,
 )
-from vcore_ds.config.load import read_resolved_recipe
+from vcore_ds.config.load import make_override, read_resolved_recipe
 from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
@@ -280,12 +280,6 @@ def load_run_tokenizer(folder: Path, model: str, path: str | None) -> "PreTraine
         raise UserError(f"{folder}: {error}; expected the tokenizer of the run. Name it with --tokenizer") from None
 
 
-_LAYERS_ADVICE = (
-    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
-    "export it (vcore-ds export) and give the result to a new run as its model.path"
-)
-
-
 class FinishedRun(UserError):
     """run.output_dir holds a run that has finished."""
 
@@ -321,18 +315,19 @@ def _holds_this_run(recipe: Recipe) -> bool:
             f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
             "expected a new folder, or a run of this recipe. Set run.output_dir"
         ) from None
+    go_on = make_override("lora.adapter" if earlier.lora and recipe.lora else "model.path", folder)
     if differing := differing_keys(earlier, recipe):
         raise UserError(
             f"run.output_dir: {folder}: holds a run of another recipe:\n{_list_differences(differing)}\n"
             "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
-            "run.output_dir" + (_LAYERS_ADVICE if differing.keys() & {"model.provider", "parallel.tensor"} else "")
+            f"run.output_dir: with {go_on}, the new run begins from the result of this one"
         )
     result = export_folder(folder, is_adapter=recipe.lora is not None)
     if result.exists() and not _is_longer(recipe.schedule, earlier.schedule):
         raise FinishedRun(
             f"run.output_dir: {folder}: holds a run that has finished, with its result in "
-            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
-            "schedule.num_steps to make the run longer"
+            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir (with "
+            f"{go_on} to go on from the result), or raise schedule.num_steps to make the run longer"
         )
     return True
 

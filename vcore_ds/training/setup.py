@@ -1,6 +1,7 @@
 """Setup of a job, shared by commands: process group, batch plan, engine and estimator."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,14 +11,14 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import EngineConfig, ParallelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
-from vcore_ds.distributed.process_group import run_first_rank_first, start_process_group
+from vcore_ds.distributed.process_group import run_first_rank_first, run_on_first_rank, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.sharded_loading import load_sharded, partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.description import DTYPES, read_model
 from vcore_ds.models.dual_tensors import has_fp8_units
-from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora import add_lora, load_adapter
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.passes import CPU, H100
@@ -89,9 +90,10 @@ def load_model(settings: PlanSettings, ds_config: dict) -> "TokenLossModel | Par
         gradient_checkpointing=model_settings.gradient_checkpointing,
         say=say,
     )
-    return TokenLossModel(
-        base if lora is None else add_lora(base, lora), activation_offload=model_settings.activation_offload
-    )
+    adapted = base if lora is None else add_lora(base, lora)
+    if lora is not None and (adapter := lora.adapter) is not None:  # rank 0's: DeepSpeed broadcasts it
+        run_on_first_rank(lambda: load_adapter(adapted, Path(adapter)))
+    return TokenLossModel(adapted, activation_offload=model_settings.activation_offload)
 
 
 def should_coalesce(settings: PlanSettings, model: torch.nn.Module) -> bool:

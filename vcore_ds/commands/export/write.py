@@ -41,8 +41,9 @@ class CheckpointWeights:
 
     def __init__(self, folder: Path):
         self.name, self.digest = folder.name, checkpoint_folder.read_digest(folder)
-        shapes = checkpoint_folder.read_run_state(folder)["shapes"]
-        self.shapes = {name.removeprefix(PREFIX): torch.Size(shape) for name, shape in shapes.items()}
+        state = checkpoint_folder.read_run_state(folder)
+        self.base_digest = state.get("frozen_digest")
+        self.shapes = {name.removeprefix(PREFIX): torch.Size(shape) for name, shape in state["shapes"].items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
 
     def read(self, name: str) -> Tensor:
@@ -55,6 +56,7 @@ class AdapterWeights:
     def __init__(self, folder: Path):
         self.name, file = folder.name, "adapter_model.safetensors"
         self.digest = compute_file_digest(folder / file)
+        self.base_digest = read_card_metadata(folder / CARD).get("base_digest")
         self._tensors = read_header(folder / file)
         self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._tensors}
         self.shapes = {name: torch.Size(self._tensors[key].shape) for name, key in self._stored.items()}
@@ -137,12 +139,14 @@ def export_run(
     card = make_model_card(
         run,
         recipe.model.path,
+        recipe.lora,
         recipe.method,
         recipe.data,
         kind,
         step=checkpoint_folder.parse_step(Path(trained.name)),
         base=identify_base_model(recipe.model.path, hub_id=base_model),
         evaluations=evaluations,
+        base_digest=None if isinstance(trained, ParallelCheckpointWeights) else trained.base_digest,
         checkpoint=trained.digest,
     )
     print(f"{kind} of {trained.name}", flush=True)
