@@ -19,7 +19,9 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations, write_deepspeed_config, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.score import compute, read_inputs
 from vcore_ds.config.load import load_recipe
+from vcore_ds.data.scores_folder import read_traces
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.training import run
 
@@ -48,6 +50,9 @@ def train_all(folder: Path) -> None:
     train(folder, "lora_2", "second", f"lora.adapter={folder}/lora_1", stops=True)
     run_on_first_rank(lambda: export_run(folder / "lora_2", merge=True))
     train(folder, "merged", "first", f"model.path={folder}/lora_2/checkpoints/step_00000002")
+    words = ["model.precision=fp32", f"engine.deepspeed_config={folder}/zero3.json", f"data.cache_dir={folder}/cache"]
+    good, pool = [f"good={folder}/second.jsonl"], f"{folder}/first.jsonl"
+    compute.score(read_inputs(f"{folder}/plain", words, good, None, folder / "scores", data=pool))
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +134,15 @@ def test_the_card_names_all_stages(folder: Path) -> None:
     card = folder / "merged" / "model" / "README.md"
     assert metadata_load(card)["stages"] == ["model", first, second, last]
     assert f"`model`: {first}; {second}; {last}" in card.read_text()
+
+
+def test_an_adapter_is_scored_by_the_gradients_of_its_parameters(folder: Path) -> None:
+    model = PeftModel.from_pretrained(load_model(folder), folder / "plain", is_trainable=True).double()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    along = torch.autograd.grad(sum(one.mean() for one in compute_losses(model, folder, "second")) / 4, trained)
+    expected = []
+    for losses in compute_losses(model, folder, "first"):
+        gradients = torch.autograd.grad(losses.sum(), trained, retain_graph=True)
+        expected.append(sum(float((a * b).sum()) for a, b in zip(gradients, along, strict=True)))
+    sums_of_traces = read_traces(folder / "scores", ["utility_sum.good"])["utility_sum.good"]
+    assert sums_of_traces.tolist() == pytest.approx(expected, rel=1e-4)

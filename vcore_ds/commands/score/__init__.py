@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vcore_ds.commands.arguments import add_again, add_overrides
 from vcore_ds.common.errors import UserError
@@ -14,6 +14,7 @@ from vcore_ds.common.paths import reading, refuse_existing
 from vcore_ds.config import sections
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.config.results import ADAPTER_CONFIG
 from vcore_ds.config.schema import Recipe
 
 if TYPE_CHECKING:
@@ -35,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target = "a model, with --data; a recipe, to score with its base model; or a run, with its checkpoint"
     add("target", metavar="MODEL | RECIPE | RUN", help=target)
-    add(
-        "--data", metavar="PATH", help="traces to score with a MODEL (a folder or hub id): files, folder or token store"
-    )
+    data = "traces to score with a MODEL (a folder, hub id or adapter): files, folder or token store"
+    add("--data", metavar="PATH", help=data)
     add_overrides(parser)
     sets = "a named trusted set instead of data.probe_path; repeat it for several: each adds a pass over the data"
     add("--set", dest="sets", action="append", default=[], metavar="NAME=PATH", help=sets)
@@ -108,11 +108,12 @@ def read_inputs(
         recipe = load_recipe(target if run is None else run / RECIPE, overrides)
     elif run is not None or target.endswith(".yaml"):
         raise UserError(
-            f"--data: found {data} with {target}; expected a model's folder or hub id. A recipe and a run "
-            "name their data: data.train_path=PATH"
+            f"--data: found {data} with {target}; expected a model's folder or hub id, or an adapter's folder. A "
+            "recipe and a run name their data: data.train_path=PATH"
         )
     else:
-        words = [make_override("model.path", target), make_override("data.train_path", data)]
+        key = "lora.adapter" if (Path(target) / ADAPTER_CONFIG).is_file() else "model.path"
+        words = [make_override(key, target), make_override("data.train_path", data)]
         recipe = load_recipe(SHIPPED_RECIPES / "parts" / "scoring.yaml", [*words, *overrides])
     path_of_set: dict[str, str] = {}
     for word in sets:
@@ -146,12 +147,14 @@ def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> 
     probe = {"batch_size": "all", "every": 1} | ({} if approximates else {"rank": None, "rank_passes": 1})
     unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path")
     data = {"trusted_share": 0.0, "trusted_overlap": "drop", **dict.fromkeys(unused)}
-    changes = {
+    changes: dict[str, Any] = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": sections.UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
         # Clipping scales all utilities alike. The optimizer's Jacobian needs it: moments are of clipped gradients.
         "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
         "data": recipe.data.model_copy(update=data),
+        # A checkpoint has its adapter, and needs no longer the one that the run began from.
+        "lora": recipe.lora and recipe.lora.model_copy(update={} if run is None else {"adapter": None}),
         "schedule": sections.ScheduleConfig(num_steps=1),
         "run": sections.RunConfig(output_dir=recipe.run.output_dir if run is None else str(run), seed=recipe.run.seed),
         "track": sections.TrackConfig(),

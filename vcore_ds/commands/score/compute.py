@@ -21,7 +21,7 @@ from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
 from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, count_rows, write_results
 from vcore_ds.common import __version__
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
-from vcore_ds.common.paths import check_folder, unfinished_path, writing
+from vcore_ds.common.paths import check_folder, compute_file_digest, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.config.schema import flat_values
@@ -140,6 +140,8 @@ class Scoring:
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
         digests = {name: trusted.digest for name, trusted in self.sets.items()}
+        if (lora := self.inputs.recipe.lora) is not None and lora.adapter is not None:
+            digests["lora.adapter"] = compute_file_digest(Path(lora.adapter, "adapter_model.safetensors"))
         identity = describe_inputs(flat_values(self.inputs.recipe), self._description(), ds_config, digests)
         with writing("--output", self.folder, NEW_FOLDER):
             resume_or_begin(self.folder, identity, console.say, again=self.inputs.again)
