@@ -89,7 +89,7 @@ def test_a_run_answers_by_its_newest_checkpoint_or_its_result(base: Path, tmp_pa
     assert expected != answer_greedily(base, "hello") + "\n"
     output, notes = say(io.StringIO("hello"), run)
     assert output == expected and "export/" in notes
-    (adapter,) = (run / "export").glob("*/adapter")
+    adapter = run / "export" / "chat"
     shutil.copytree(adapter, run / "adapter")
     assert say(io.StringIO("hello"), adapter)[0] == say(io.StringIO("hello"), run)[0] == expected
 

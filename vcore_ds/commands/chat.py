@@ -81,7 +81,7 @@ def chat(arguments: argparse.Namespace) -> None:
 
 
 def export_unfinished(path: str) -> str:
-    """Return the model to load: for a run without a result its newest checkpoint, exported to RUN/export."""
+    """Return the model to load: for a run without a result its newest checkpoint, exported to RUN/export/chat."""
     run = Path(path).expanduser()
     if not (run / RECIPE).is_file() or (run / "model").is_dir() or (run / "adapter").is_dir():
         return path

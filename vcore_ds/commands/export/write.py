@@ -1,5 +1,6 @@
 """Write a Hugging Face folder from a run's folder, in a single process without GPU or process group."""
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -113,8 +114,8 @@ def export_run(
     `checkpoint` is a name in `run/checkpoints`; None for the newest that verifies, or the adapter of a finished run
     without checkpoints. `output` is a new folder; None for `run/export/CHECKPOINT/KIND`. `dtype` is `bf16` or `fp32`;
     None for the run's precision (an adapter: fp32, which it was trained in). `base_model` is the base model's hub id,
-    for the card and an adapter's configuration. `evaluations` are folders, for the card. `reuse` returns an earlier
-    export of the same weights.
+    for the card and an adapter's configuration. `evaluations` are folders, for the card. `reuse` returns
+    `run/export/chat`, a cache that is written anew where it has other weights.
 
     Raises UserError for a user's mistake or a full disk, BadExport where the files read back differ from what was
     written; no folder `output` remains then."""
@@ -132,9 +133,11 @@ def export_run(
     with reading("RUN", run, "the folder of a run"):
         trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
-    folder = output if output is not None else run / "export" / trained.name / kind
-    if reuse and read_card_metadata(folder / CARD).get("checkpoint") == trained.digest:
-        return folder
+    folder = output if output is not None else run / "export" / (Path("chat") if reuse else Path(trained.name, kind))
+    if reuse:
+        if read_card_metadata(folder / CARD).get("checkpoint") == trained.digest:
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
     refuse_existing(folder, NEW_FOLDER)
     card = make_model_card(
         run,
