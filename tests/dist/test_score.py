@@ -35,6 +35,7 @@ from vcore_ds.data.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.data.store import TokenStore
 from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import PREFIX
+from vcore_ds.planning.hardware import Cluster, Gpu
 from vcore_ds.training import run, start_checks
 from vcore_ds.training.checkpoint_read import verify_step
 
@@ -208,7 +209,8 @@ def kill_and_resume(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compute, "CHUNK_TOKENS_PER_RANK", SMALL_CHUNKS)
-        compute.score(read_case(folder, case, folder / "scores" / "straight"))
+        with patched.context() as slow:
+            check_predicted_seconds(folder, case, slow)
         patched.setattr(compute, "build_engine", build)
         patched.setattr(ScoringPass, "add", add_and_raise)
         interrupted = read_case(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
@@ -218,6 +220,23 @@ def kill_and_resume(folder: Path) -> None:
         assert not interrupted.output.exists()
         compute.score(read_case(folder, case, interrupted.output))
     assert sum(written) == 2 * 30, "a sequence was scored twice"
+
+
+def check_predicted_seconds(folder: Path, case: Case, patched: pytest.MonkeyPatch) -> None:
+    """Score on a device whose time is that of matrix multiplications alone: each of the 6 passes over a token's linear
+    layers (forward and two JVP products; forward and backward) takes 2 FLOP a weight."""
+    said: list[str] = []
+    speed, fast = 0.4e6, 1e15
+    patched.setattr(compute, "_find_cluster", lambda _: Cluster(Gpu("slow", 0, 1e6, fast, fast, fast, fast), 1))
+    patched.setattr(compute.console, "say", said.append)
+    compute.score(read_case(folder, case, folder / "scores" / "straight"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    head = model.get_output_embeddings().weight.numel()
+    weights = head + sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    (predicted,) = (line for line in said if line.startswith("Predicted"))
+    data, *sets = (int(n.replace(",", "")) for line in said for n in re.findall(r"sequences, ([\d,]+) tokens", line))
+    minutes, seconds = re.search(r"; (\d+)m(\d+)s \(", predicted).groups()
+    assert 60 * int(minutes) + int(seconds) == pytest.approx(6 * weights * (2 * data + sum(sets)) / speed, rel=0.02)
 
 
 class Reference:

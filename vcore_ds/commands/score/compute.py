@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepModel
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
 from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, count_rows, write_results
 from vcore_ds.common import __version__
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, compute_file_digest, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
-from vcore_ds.common.text import count
+from vcore_ds.common.text import count, duration, gib
 from vcore_ds.config.schema import flat_values
 from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
@@ -31,16 +33,19 @@ from vcore_ds.data.scores_folder import PAGE, ScoredCheckpoint, ScoredData, Scor
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.device import device
+from vcore_ds.distributed.device import device, num_local_ranks
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_model, count_parameters
+from vcore_ds.models.description import DTYPES
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.planning.batch_layout import Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory
+from vcore_ds.planning.hardware import FAST, SLOW, Cluster, Gpu, find_gpu
+from vcore_ds.planning.passes import CPU, derive_passes, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training import console
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
@@ -54,8 +59,11 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
 
 CHUNK_TOKENS_PER_RANK = 16_384
-"""Tokens per rank and file of results: about a second on a GPU, and enough to balance the ranks."""
+"""Tokens per rank and file of results: about a second on a GPU, and enough to balance the ranks. On a CPU an eighth of
+them: progress is shown, and work resumed, by files."""
 SEQUENCES_PER_MICRO_BATCH = 8  # minimum sequences of a chunk, per sequence of a micro-batch over all ranks
+
+MOST_LAID_OUT = 1024  # sequences by which the seconds of a pass are predicted
 
 WITHOUT_EFFECT = {f"model.{key}" for key in ("gradient_checkpointing", "activation_offload")} | {
     f"engine.{key}" for key in ("deepspeed_config", "memory_check", "timeout_minutes", "lost_rank_seconds")
@@ -116,7 +124,10 @@ class Scoring:
         remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
         if any(remaining):
             longest = next(self._split_into_chunks(next(filter(None, remaining))))
-            check_memory(self._plan_memory(ds_config, longest), recipe.engine)
+            memory = self._plan_memory(ds_config, longest)
+            check_memory(memory, recipe.engine)
+            if memory is not None:
+                console.say(self._describe_cost(memory, remaining))
             engine = build_engine(self.plan_settings, ds_config)
             self._compute(engine, remaining)
             engine.close()
@@ -124,8 +135,7 @@ class Scoring:
 
     def _plan_memory(self, ds_config: Mapping[str, Any], longest: Sequence[int]) -> MemoryPlan | None:
         """Plan the memory of a rank; None for a model of unknown size. `longest`: positions of the first chunk."""
-        recipe, plan, lengths = self.inputs.recipe, self.plan, self.store.lengths[list(longest)].tolist()
-        main = plan.lay_out_main(longest, lengths, plan.utility_micro_batch_size_per_rank)
+        recipe, plan, (_, main) = self.inputs.recipe, self.plan, self._lay_out(longest)
         probes = [plan.lay_out_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
         passes: dict[BatchKind, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
         counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
@@ -136,6 +146,38 @@ class Scoring:
         main_tokens, utility_tokens = memory.settings.probe_tokens, memory.settings.main_tokens
         settings = replace(memory.settings, is_fused=False, main_tokens=main_tokens, utility_tokens=utility_tokens)
         return replace(memory, settings=settings)
+
+    def _lay_out(self, positions: Sequence[int]) -> LaidOutBatch:
+        lengths = self.store.lengths[list(positions)].tolist()
+        micro_batch_size = self.plan.utility_micro_batch_size_per_rank
+        return lengths, self.plan.lay_out_main(range(len(positions)), lengths, micro_batch_size)
+
+    def _describe_cost(self, memory: MemoryPlan, remaining: Sequence[Sequence[int]]) -> str:
+        """Predict the memory of a rank and, except on an unknown GPU, the time of the remaining passes, by the formulas
+        of `vcore-ds plan`."""
+        estimate = memory.estimate
+        most = gib(estimate.peak_bytes + estimate.margin_bytes, 1)
+        text = f"Predicted: {gib(estimate.peak_bytes, 1)} to {most} GiB of memory for each rank"
+        settings, plan, cluster = memory.settings, self.plan, _find_cluster(self.inputs.recipe.model.precision)
+        if cluster is None:
+            return text
+        passes = derive_passes(self.plan_settings, settings)
+        counts = memory.counts or parameter_counts(plan.time_model.shape, settings.lora)
+        seconds = [0.0, 0.0, 0.0]
+        for one, positions in zip(self.passes, remaining, strict=True):
+            if not positions:
+                continue
+            lengths = self.sets[one.set_name].lengths.tolist()
+            probe = lengths, plan.lay_out_probe(range(len(lengths)), lengths)
+            step = 1 + len(positions) // MOST_LAID_OUT
+            main = self._lay_out(positions[::step])
+            for i, achieved in enumerate((cluster.achieved, FAST, SLOW)):
+                speeds = replace(cluster, achieved=achieved)
+                time_model = replace(plan.time_model, machine=speeds.machine, number_bytes=settings.number_bytes)
+                cost = StepModel(time_model, counts, settings, speeds).estimate_step(passes, [main], [probe]).seconds
+                seconds[i] += cost["probe"] + cost["utility"] * step
+        typical, fast, slow = map(duration, seconds)
+        return f"{text}; {typical} ({fast} to {slow}) after loading and checks"
 
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
@@ -210,11 +252,12 @@ class Scoring:
         """Split the positions, in order, into chunks with enough sequences and tokens. Work resumes at the start of a
         chunk, so a resumed scoring has the same chunks."""
         min_size = self.plan.num_ranks * (self.plan.utility_micro_batch_size_per_rank or 1) * SEQUENCES_PER_MICRO_BATCH
+        min_tokens = CHUNK_TOKENS_PER_RANK * self.plan.num_ranks // (8 if device().type == "cpu" else 1)
         chunk, num_tokens = [], 0
         for position in positions:
             chunk.append(position)
             num_tokens += int(self.store.lengths[position])
-            if len(chunk) >= min_size and num_tokens >= CHUNK_TOKENS_PER_RANK * self.plan.num_ranks:
+            if len(chunk) >= min_size and num_tokens >= min_tokens:
                 yield chunk
                 chunk, num_tokens = [], 0
         if chunk:
@@ -289,6 +332,22 @@ def describe_inputs(
         "deepspeed": {k: v for k, v in deepspeed_config.items() if k not in ("zero_optimization", "train_batch_size")},
         "sets": dict(digests),
     }
+
+
+def _find_cluster(precision: str) -> Cluster | None:
+    """This job's GPUs by their data sheet, or its CPUs, whose fastest matrix multiplication is the fast end of the
+    range; None for an unknown GPU."""
+    if device().type == "cuda":
+        gpu = find_gpu(torch.cuda.get_device_name(device()))
+    else:
+        factor, seconds = torch.ones(1024, 1024, dtype=DTYPES[precision]), []
+        for _ in range(8):
+            start = time.process_time()  # of all threads; does not depend on other processes
+            factor @ factor
+            seconds.append(time.process_time() - start)
+        peak = torch.get_num_threads() * 2 * 1024**3 / min(seconds) / FAST.compute
+        gpu = Gpu("CPU", 0, peak, 20e9, CPU.node_bandwidth, CPU.network_bandwidth, attention_flops=CPU.flops)
+    return None if gpu is None else Cluster(gpu, layout.size("job"), num_local_ranks())
 
 
 def _describe(checkpoint: ScoredCheckpoint | None) -> str:
