@@ -69,8 +69,9 @@ def compare_derivatives(engine: Engine, batch: Batch, similar: Batch, *, fused: 
     for which `why_not_fused` must be None."""
     direction = Direction(engine)
     direction.compute([similar], normalization="sequence", clip=None)
+    main = ForwardMode(engine, direction, fused=fused).begin([batch])  # a separate JVP pass turns dropout on at its end
     with engine.without_dropout(), engine.accumulation(1):
-        result = ForwardMode(engine, direction, fused=fused).begin([batch]).run(0)
+        result = main.run(0)
         engine.backward(result.losses.mean() / layout.size("shards"))
     assert result.utilities is not None and direction.norm is not None
     is_half = any(parameter.dtype in HALF_PRECISION for parameter in engine.module.parameters())  # adapters may be fp32
