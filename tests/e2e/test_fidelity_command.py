@@ -47,7 +47,7 @@ def test_two_ranks_measure_the_same_as_one_process(setup: TinySetup, tmp_path: P
     assert single["recipe"]["utility"]["epsilon"] == 3e-3
     assert double["utility_std"] == pytest.approx(single["utility_std"], rel=1e-3) and single["utility_std"] > 0
     assert list(by_epsilon(single)) == list(by_epsilon(double)) == [None, 1e-2, 3e-3, 1e-8]
-    assert [result["epsilon"] for result in single["estimators"] if result["of_recipe"]] == [3e-3]
+    assert [result["epsilon"] for result in single["estimators"] if result["is_selected"]] == [3e-3]
     for report in (single, double):
         jvp, long, recipe_epsilon, short = by_epsilon(report).values()
         assert jvp["estimator"] == "jvp" and long["estimator"] == "finite_difference"
@@ -76,7 +76,7 @@ def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_pa
     jvp, fp8, searched, short = report["estimators"]
     assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1
     assert fp8["spearman"] > 0.9 and jvp["relative_error"] < fp8["relative_error"] < 0.3
-    assert [result["of_recipe"] for result in report["estimators"]] == [False, False, True, False]
+    assert [result["is_selected"] for result in report["estimators"]] == [False, False, True, False]
     assert f"search for epsilon: {searched['epsilon']:.3g}" in output_text
     assert searched["signal_to_noise"] > short["signal_to_noise"] and searched["spearman"] > 0.5
     assert short["spearman"] is None or abs(short["spearman"]) < 0.5

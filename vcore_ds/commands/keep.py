@@ -107,11 +107,11 @@ def kept_lines(selection: "KeptTraces") -> Iterator[str]:
     from vcore_ds.data.scores_folder import read_traces
 
     positions, row_of = selection.positions.tolist(), read_traces(Path(selection.keep.scores), ["row"])["row"]
-    of_source: dict[str, Counter[int]] = {}  # how often each row is kept: a source may be named twice
+    counts: dict[str, Counter[int]] = {}  # by source, how often each row is kept: a source may be named twice
     for position in positions:
-        of_source.setdefault(str(selection.sources[position]), Counter())[int(row_of[position])] += 1
+        counts.setdefault(str(selection.sources[position]), Counter())[int(row_of[position])] += 1
     with Progress("Reading rows", len(positions)) as progress:
-        for source, times in of_source.items():
+        for source, times in counts.items():
             for number, row in read_rows(source, selection.scores.data.fingerprints.get(source), times):
                 yield from [write_row(row, f"{source}:{number + 1}")] * times[number]
                 progress.advance(times[number])

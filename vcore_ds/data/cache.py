@@ -1,5 +1,5 @@
-"""What recipes name as data: token stores, or raw data of which a store is made once, in a cache; and training traces
-that are also in the trusted data, whose utility to themselves says little."""
+"""The data that a recipe names: token stores, or raw data, which are converted to a store once, in a cache. Also finds
+training traces that are in the trusted data too: their utility to themselves says little."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def check_source(path: str) -> bool:
 
 
 def is_small(path: str) -> bool:
-    """Whether `path` is a token store, or raw data on this machine of which one is made in seconds."""
+    """Whether `path` is a token store, or raw data on this machine that are converted to one in seconds."""
     if check_source(path):
         return True
     files = find_local_files(path, "train")

@@ -220,8 +220,8 @@ class _ContentCheck:
         """Turns whose thinking the template leaves out, which the model would not have generated so."""
 
     def find_problem(self, text: str) -> str:
-        """Say what the text lacks, repeats or changes; empty for nothing. Thinking may be left out of earlier turns,
-        which are then context."""
+        """Describe text that rendering has lost, repeated or changed; empty if there is none. Earlier turns may lack
+        their thinking, and are then context."""
         earlier = {message.get("reasoning_content") for message in self._marked[:-1]}
         missing = [what for word, (_, what) in self._words.items() if word not in self._text and word not in earlier]
         if self._conversation.has_tools:

@@ -178,7 +178,7 @@ Dataset = Store | ChangedDataset | KeptDataset
 
 
 def find_token_store(dataset: Dataset) -> Store:
-    """Find the token store, or the joined stores, of which a data set is a view."""
+    """Return the token store, or the joined stores, behind a data set's views."""
     while isinstance(dataset, ChangedDataset | KeptDataset):
         dataset = dataset.dataset
     return dataset

@@ -144,8 +144,8 @@ class BatchPlan:
     def lay_out_main(
         self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None
     ) -> BatchLayout:
-        """Lay out the sequences `ids`, of `lengths` tokens, over all ranks, `micro_batch_size` of them per rank in a
-        forward; None for as many as in the main batch."""
+        """Lay out the sequences `ids`, of `lengths` tokens, over all ranks. `micro_batch_size`: sequences per rank in a
+        forward; None for that of the main batch."""
         limit = self._make_limit(micro_batch_size or self.micro_batch_size_per_rank)
         sizes = self.main_parallel_sizes
         return lay_out_batch(ids, lengths, parallel_sizes=sizes, limit=limit, time_model=self.time_model)

@@ -1,4 +1,4 @@
-"""Memory of a rank: what it keeps between passes, and the peak of every phase of a step, in bytes by kind.
+"""Memory of a rank: the bytes that persist between passes, and the peak of each phase of a step, by kind.
 
 Counted from the model's shape and the recipe's storage settings: nothing is measured or built. Other architectures are
 treated as a Llama-like decoder, dense or MoE; their parameters can be given exactly (`ParameterCounts`).

@@ -1,4 +1,4 @@
-"""Write a run's checkpoints: when it saves, what, and which ones it keeps.
+"""Write a run's checkpoints: when to save, which state, and which checkpoints to keep.
 
 All ranks write one checkpoint together, in their main threads or in a background thread of each.
 """

@@ -168,7 +168,7 @@ class OpenedRun:
 
 
 def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> OpenedRun:
-    """Find what there is of the run, and read its data. A collective, which writes nothing but a new branch."""
+    """Find the run's folder and checkpoint, and read its data. A collective, which writes nothing but a new branch."""
     # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     folder, branch = Path(recipe.run.output_dir), recipe.checkpoint.branch_from
@@ -228,7 +228,7 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
 def describe_start(
     recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any]
 ) -> MemoryPlan | None:
-    """Print what the run is, and return its estimated memory. A collective."""
+    """Print a description of the run, and return its estimated memory. A collective."""
     feed, num_done, num_steps = opened.data.feed, opened.num_done, opened.schedule.num_steps
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
@@ -304,8 +304,8 @@ def begin_folder(
     trainer: Trainer,
     frozen_digest: str | None,
 ) -> tuple[MetricsLog | None, RunState]:
-    """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and the state
-    of the run. A collective."""
+    """Write the first files of the run's folder, and validate a new run; return the metrics log, on rank 0, and the
+    state of the run. A collective."""
     folder = Path(recipe.run.output_dir)
     if opened.resumes:
         set_aside_newer(opened.checkpoints, opened.num_done)

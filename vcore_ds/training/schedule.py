@@ -36,8 +36,8 @@ class Schedule:
 
 
 def derive_schedule(config: ScheduleConfig, peak_learning_rate: float, num_sequences: int, per_step: int) -> Schedule:
-    """Derive the schedule for `num_sequences` of training data, of which a step takes `per_step`; epochs are rounded up
-    to steps."""
+    """Derive the schedule of a run on `num_sequences` training sequences, `per_step` in each optimizer step; epochs are
+    rounded up to whole steps."""
     num_steps = config.num_steps
     if num_steps is None:
         assert config.num_epochs is not None  # the recipe's rules

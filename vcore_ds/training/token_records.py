@@ -50,7 +50,7 @@ class SequenceTokens:
     source: str = field(default="", kw_only=True)
     """Of a followed trace: `training data`, `held out`, or `held out, NAME`; empty in the record of a main batch."""
     num_supervised_tokens: int | None = field(default=None, kw_only=True)
-    """`n_i` of a followed trace, of which a file may hold the first tokens only; None where it holds all."""
+    """Supervised tokens of a followed trace (`n_i`), if the file has only the first of them; None if it has all."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

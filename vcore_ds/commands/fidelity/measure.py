@@ -89,7 +89,7 @@ class Estimate(Agreement):
     changed_fraction: float | None = None  # share of the trainable parameters that the perturbation changed
     signal_to_noise: float | None = None
     """Of the loss change before it is divided by epsilon: `utility.estimators.signal_to_noise`."""
-    of_recipe: bool = False
+    is_selected: bool = False  # by the recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +257,9 @@ class Bench:
         report.loss_error_nats = float((self.gather([base]) - reference_losses).double().square().mean().sqrt())
         report.uniform_weight_overlap = self.agreement(torch.zeros_like(reference), reference).weight_overlap
 
-        def add(estimator: str, utilities: Tensor, of_recipe: bool, **others: float) -> None:
+        def add(estimator: str, utilities: Tensor, is_selected: bool, **others: float) -> None:
             agreement = asdict(self.agreement(utilities, reference))
-            report.estimators.append(Estimate(estimator=estimator, of_recipe=of_recipe, **agreement, **others))
+            report.estimators.append(Estimate(estimator=estimator, is_selected=is_selected, **agreement, **others))
             at = f", epsilon {others['epsilon']:g}" if others else ""
             console.say(f"{estimator}{at}: Spearman {show(agreement['spearman'])}")
 
@@ -356,7 +356,7 @@ def describe(report: FidelityReport) -> str:
     )
     rows = [
         [
-            f"{'*' if one.of_recipe else ' '}{one.estimator}",
+            f"{'*' if one.is_selected else ' '}{one.estimator}",
             show(one.epsilon, "g"),
             *one.cells(),
             show(one.changed_fraction, ".2%"),

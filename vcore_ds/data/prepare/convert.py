@@ -90,7 +90,7 @@ class PrepareRequest:
 
 @dataclass
 class Result:
-    """What became of a row."""
+    """The outcome of a row."""
 
     number: int  # in its file, from 0
     outcome: str = KEPT  # or `MALFORMED`, or the rule that leaves it out

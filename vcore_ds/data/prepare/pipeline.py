@@ -54,8 +54,8 @@ _MIN_ROWS = 128  # of a process, which takes as long to start
 def convert_rows(
     request: PrepareRequest, file: RawFile, rows: Path, numbers: np.ndarray, results: Path, largest: int, processes: int
 ) -> None:
-    """Convert the rows `numbers` of a file, of which `rows` has all; `largest`: bytes of a row. Several processes write
-    their results to files of their own, with a suffix after the stem of `results`."""
+    """Convert the rows `numbers` of a file. `rows`: Arrow file with all its rows; `largest`: bytes of the largest row.
+    Each of several processes writes a separate file, with a suffix after the stem of `results`."""
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
@@ -132,7 +132,7 @@ class Conversion:
         self.counts: list[tuple[int, int]] = []
         """of each finished file, the number of rows, and of rows and blank lines"""
         self._num_examined = self._num_kept = 0
-        self._best_keys = np.empty(0, np.uint64)  # the smallest of kept rows, as many as the sample has
+        self._best_keys = np.empty(0, np.uint64)  # the smallest keys of kept rows, at most one per row of the sample
 
     @property
     def first_rows(self) -> list[tuple[str, int]]:
@@ -211,7 +211,7 @@ class Conversion:
         return pa.concat_tables([nothing, *(pa.ipc.open_stream(opened).read_all() for opened in maps)])
 
     def _learn(self, i: int, results: "Table") -> None:
-        """Learn from new results of a file which keys the sample has."""
+        """Update the sample's keys and the counts of rows from new results of a file."""
         import pyarrow.compute as pc
 
         kept = results["number"].to_numpy()[pc.list_value_length(results["input_ids"]).to_numpy() > 0]

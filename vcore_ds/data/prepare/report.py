@@ -1,4 +1,4 @@
-"""What became of all rows: the table of `vcore-ds prepare`, how `check` reads rows, and rows as they are learned."""
+"""Outcomes of rows: the table of `vcore-ds prepare`, the lines of `check`, and rows with their learned text marked."""
 
 from array import array
 from collections import Counter
@@ -71,7 +71,7 @@ class PrepareReport:
 
     @property
     def num_drawn(self) -> int:
-        """Rows that were looked at: all, or those that a sample was drawn from until it was complete."""
+        """Number of rows that were converted: all, or as many as it took to complete the sample."""
         return self.outcomes.total()
 
     @property
