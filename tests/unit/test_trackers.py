@@ -1,6 +1,7 @@
 """Trackers beside metrics.jsonl: the lines that they get; one that fails or hangs costs only a warning."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.training.metrics_log import MOST_WAITING, BackgroundTracker, MetricsLog
+from tests.helpers.commands import REPOSITORY
+from vcore_ds.training.metrics_log import GROUPS, MOST_WAITING, BackgroundTracker, MetricsLog, tracker_name
 
 
 class Kept:
@@ -54,6 +56,14 @@ def test_a_tracker_gets_every_line_in_order(tmp_path: Path, capsys: pytest.Captu
     log.close()
     assert tracker.lines == [{"step": step, "train/loss": 1.0 / step} for step in range(1, 51)]
     assert tracker.is_closed and not read_warnings(capsys)
+
+
+def test_the_page_of_trackers_has_the_group_of_each_metric() -> None:
+    rows = re.findall(r"(?m)^\| `(\w+)/` \| (.*) \|$", (REPOSITORY / "docs" / "tracking.md").read_text())
+    assert {group for group, _ in rows} == {*GROUPS, "train"}
+    for group, keys in rows:
+        names = [name for name in re.findall(r"`(\w+)`", keys) if not name.endswith("_")]  # those are beginnings
+        assert names and [tracker_name(name) for name in names] == [f"{group}/{name}" for name in names]
 
 
 def test_errors_are_one_warning_and_later_lines_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
