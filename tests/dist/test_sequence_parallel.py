@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import step_runs, tiny
+from tests.helpers import step_runs, tiny, weightings
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.unit.test_attention import CONFIGS
@@ -60,6 +60,7 @@ CASES = {
     "finite difference, 4 and 4, lora, checkpointed": Case(
         sequence_parallel=(4, 4), lora=True, checkpointing=True, sections=FINITE_DIFFERENCE
     ),
+    "custom, 2 and 2": Case(sequence_parallel=(2, 2), packed=True, sections={"method": weightings.FOCAL}),
     "alpha of micro-batches": Case(
         sequence_parallel=(2, 2),
         packed=True,

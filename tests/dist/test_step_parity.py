@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers import step_runs, tiny
+from tests.helpers import step_runs, tiny, weightings
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 
@@ -78,12 +78,13 @@ CASES = {
 }
 
 
-METHODS = ("vcore", "sft", "dft", "iw_sft", "random", "asft", "eaft", "deft", "profit", "stored")
+METHODS = ("vcore", "sft", "dft", "iw_sft", "random", "asft", "eaft", "deft", "profit", "stored", "custom")
 SETTINGS = {
     "vcore": {"kl_budget": 0.1},
     # The step's rate is small: with the usual weight the divergence would have no part in the gradient.
     "asft": {"kl_weight": 100.0},
     "profit": {"min_probability": 1 / tiny.VOCABULARY},
+    "custom": weightings.FOCAL,
 }
 
 
@@ -162,7 +163,7 @@ def assert_parity_of_method(deviations_by_rank: list[dict[str, float]], name: st
         assert len(quantities) == (4 if method == "vcore" else 3)
         assert all(worst[quantity] < 1e-5 for quantity in quantities) and worst.get("base_kl", 0.0) < 1e-5
         # The weights of these do not sum to 1; if they did, the method would not have been in effect.
-        if method in ("dft", "asft", "deft", "profit"):
+        if method in ("dft", "asft", "deft", "profit", "custom"):
             assert 0 < worst["total_weight"] < 0.99
         if method in ("iw_sft", "eaft", "stored"):
             assert abs(worst["total_weight"] - 1.0) > 1e-5

@@ -2,6 +2,7 @@
 the command that prepares it."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, write_first_layers
 from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.weightings import write_functions_of_page
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.quickstart.session import DATA, RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
@@ -35,11 +37,26 @@ FRAGMENTS = {
 }
 
 
+CUSTOM = {
+    "ones": ["method.function=own:ones"],
+    "focal": ["method.function=my_weights:focal", "method.options={gamma: 2}"],
+    "helpful": ["method.function=my_weights:helpful"],
+    "both": ["method.function=own:both", "method.options={scale: 0.5}", "run.num_followed_traces=2"],
+}
+"""Functions of `method.name: custom`: of docs/custom-weighting.md, and ours."""
+OWN = """import torch
+def ones(losses): return torch.ones_like(losses)
+def both(utilities, entropies, scale): return scale * entropies + utilities.abs()
+"""
+
+
 def train_all(overrides: list[str], folder: str) -> None:
     """Train with every method in this process, since a start costs more than a step."""
-    for name, fragment in {"vcore": None, **FRAGMENTS}.items():
-        words = [*overrides, *([fragment] if fragment else []), f"run.output_dir={folder}/{name}"]
-        resumed_runs.run_to_end(load_recipe(RECIPE, words))
+    os.chdir(folder)
+    custom = {name: ["methods/custom", *words] for name, words in CUSTOM.items()}
+    for name, words in {"vcore": [], **{name: [path] for name, path in FRAGMENTS.items()}, **custom}.items():
+        recipe = load_recipe(RECIPE, [*overrides, *words, f"run.output_dir={folder}/{name}"])
+        resumed_runs.run_to_end(recipe, with_card=name in CUSTOM)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +70,8 @@ def folder(tmp_path_factory) -> Path:
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
     overrides += ["probe.batch_size=1", "data.cutoff_length=192", "run.num_followed_traces=0"]
+    write_functions_of_page(folder)
+    (folder / "own.py").write_text(OWN)
     run_ranks(train_all, 1, overrides, str(folder))
     return folder
 
@@ -87,6 +106,36 @@ def test_methods_differ_in_their_second_step(lines_by_method) -> None:
     for name, lines in lines_by_method.items():
         keys = [line[key] is None for line in lines for key in ("tau", "kl", "utility_mean", "probe_loss")]
         assert keys == [name != "vcore"] * 8
+
+
+def test_a_function_that_gives_1_is_sft_to_the_bit(folder: Path) -> None:
+    sft, ones = (resumed_runs.read_deterministic_metrics(folder / name) for name in ("sft", "ones"))
+    assert ones == sft
+    tensors = resumed_runs.load_checkpoint_tensors(folder / "sft")
+    for name, tensor in resumed_runs.load_checkpoint_tensors(folder / "ones").items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def test_the_functions_of_the_page_are_trained_with_and_named(folder: Path, capsys) -> None:
+    for record in read_records(folder / "helpful"):
+        for s in record.sequences:
+            np.testing.assert_allclose(s.weights * len(s), np.where(s.utilities > 0, 1.0, 0.1), rtol=1e-6)
+    (line, *_) = read_metrics(folder / "helpful")
+    assert line["utility_mean"] is not None and line["tau"] is None and line["probe_loss"] > 0
+    title = "custom (my_weights.py:focal, gamma 2)"
+    assert title in (folder / "focal" / "adapter" / "README.md").read_text()
+    code, output, _ = print_report(capsys, folder / "focal")
+    assert code == 0 and title in output
+    assert (folder / "focal" / "my_weights.py").read_text() == (folder / "my_weights.py").read_text()
+    assert print_report(capsys, folder / "helpful")[0] == 0
+
+
+def test_a_function_can_have_utilities_and_entropies(folder: Path) -> None:
+    """Entropies are recorded of followed traces alone."""
+    traces = [trace for record in read_records(folder / "both", "followed") for trace in record.sequences]
+    assert traces
+    for s in traces:
+        np.testing.assert_allclose(s.weights * len(s), 0.5 * s.entropies + abs(s.utilities), rtol=1e-4, atol=1e-5)
 
 
 # ---- records of tokens, and the text of a report that shows them -----------------------------------------------------

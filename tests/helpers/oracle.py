@@ -139,6 +139,8 @@ class Reference:
         target_probabilities = log_p.gather(1, targets[:, None])[:, 0].exp()
         if method in ("dft", "asft"):
             factors = target_probabilities
+        elif method == "custom":  # `weightings.focal`, gamma 2
+            factors = (1 - target_probabilities) ** 2
         elif method == "profit":
             factors = (target_probabilities >= min_probability).double()
         elif method == "deft":

@@ -67,12 +67,12 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
         Checkpoints.is_due, Checkpoints.save, run.build_engine = is_due, save, build_engine
 
 
-def train(recipe: Recipe) -> Path:
-    """Train without a model card, and without the checks at the start if an earlier run of this process has passed them
-    with the same model: together a quarter of a short run. Returns the run's folder."""
+def train(recipe: Recipe, *, with_card: bool = False) -> Path:
+    """Train without a model card unless `with_card`, and without the checks at the start if an earlier run of this
+    process has passed them with the same model: together a quarter of a short run. Returns the run's folder."""
     gc.freeze()  # DeepSpeed collects garbage at each start of an engine, which would traverse those of earlier runs
     sections = recipe.model_dump_json(include={"model", "lora", "parallel", "batch", "utility"})
-    replaced = {"make_model_card": lambda *_, **__: ""}
+    replaced = {} if with_card else {"make_model_card": lambda *_, **__: ""}
     if sections in _checked:
         replaced |= dict.fromkeys(CHECKS, lambda *_: None)
     with patch.multiple(run, **replaced):
@@ -85,11 +85,11 @@ def train(recipe: Recipe) -> Path:
     return folder
 
 
-def run_to_end(recipe: Recipe, *saved: int) -> Path:
+def run_to_end(recipe: Recipe, *saved: int, with_card: bool = False) -> Path:
     """Run to the last step, from the beginning or resumed, and also save after each of `saved`; returns the run's
     folder."""
     with saving_after(saved, stop=False):
-        return train(recipe)
+        return train(recipe, with_card=with_card)
 
 
 def run_and_copy_after(recipe: Recipe, step: int, killed: Path) -> Path:

@@ -13,44 +13,52 @@ from torch.nn.functional import cross_entropy
 
 from tests.unit.test_weights import make_index
 from vcore_ds.common.random_streams import Stream, generator
-from vcore_ds.method.baselines import (
-    deft_weights,
-    dft_weights,
-    eaft_weights,
-    iw_sft_weights,
-    profit_weights,
-    random_mask,
-    random_weights,
-)
+from vcore_ds.config.method_section import MethodConfig
+from vcore_ds.method.baselines import random_mask, random_weights
 from vcore_ds.method.objective import GlobalCounts, sequence_shares, token_coefficients
+from vcore_ds.method.weights import Tokens
+from vcore_ds.training.weighting import token_weights
 
 LOG2 = math.log(2)
 HALVES = torch.tensor([2.0, 4.0, 8.0]).log()
 """Losses of tokens with probabilities 1/2, 1/4 and 1/8."""
 EQUAL = torch.rand(7, generator=torch.Generator().manual_seed(0))
+SUMS_OF_EQUAL = [EQUAL[:3].sum(), EQUAL[3:].sum()]
+RISEN = torch.tensor([0.5, 1.5, 1.0, 1.0, 1.0, 1.0])
 KEPT = torch.tensor([True, False, False, True, False, True, False])
 
+
+def weigh(name: str, losses: Tensor, index: Tensor, num_sequences: int, **others: object) -> Tensor:
+    """The weights of a method; `others`: its keys in a recipe, or fields of `Tokens`."""
+    keys = {key: value for key, value in others.items() if key in MethodConfig.model_fields}
+    fields = {key: torch.as_tensor(value) for key, value in others.items() if key not in keys}
+    return token_weights(MethodConfig(name=name, **keys), Tokens(losses, index, num_sequences, **fields)).weights
+
+
 BY_HAND = {
-    "dft": (dft_weights(HALVES, make_index([2, 1]), 2), [1 / 4, 1 / 8, 1 / 8]),
-    "eaft": (eaft_weights(torch.tensor([1.0, 0.5, 0.25]), make_index([2, 1]), 2), [0.5, 0.25, 0.25]),
+    "dft": (weigh("dft", HALVES, make_index([2, 1]), 2), [1 / 4, 1 / 8, 1 / 8]),
+    "eaft": (
+        weigh("eaft", HALVES, make_index([2, 1]), 2, statistics=[1.0, 0.5, 0.25]),
+        [0.5, 0.25, 0.25],
+    ),
     # Probability 1/4 and concentration 1/2: (1/4)^(1/2) = 1/2, but for the 1e-6.
-    "deft": (deft_weights(HALVES[1:2], torch.tensor([0.5]), make_index([1]), 1), [0.5 * 0.5 / 0.500001]),
+    "deft": (weigh("deft", HALVES[1:2], make_index([1]), 1, statistics=[0.5]), [0.5 * 0.5 / 0.500001]),
     "profit": (
-        profit_weights(-torch.tensor([0.5, 0.09, 0.11, 0.01]).log(), 0.1, make_index([3, 1]), 2),
+        weigh("profit", -torch.tensor([0.5, 0.09, 0.11, 0.01]).log(), make_index([3, 1]), 2, min_probability=0.1),
         [1 / 3, 0, 1 / 3, 0],
     ),
-    "profit, at least the probability": (profit_weights(HALVES[:1], 0.5, make_index([1]), 1), [1.0]),
+    "profit, at least the probability": (weigh("profit", HALVES[:1], make_index([1]), 1, min_probability=0.5), [1.0]),
     # Mean log-probability -1 now against -1.5 and -0.5 before, of sequences of 2 and 4 tokens: e^0.5 and e^-0.5.
     "iw_sft": (
-        iw_sft_weights(torch.tensor([0.5, 1.5, 1.0, 1.0, 1.0, 1.0]), torch.tensor([-3.0, -2.0]), make_index([2, 4]), 2),
+        weigh("iw_sft", RISEN, make_index([2, 4]), 2, reference_log_probability=[-3.0, -2.0]),
         [math.exp(0.5) / 2] * 2 + [math.exp(-0.5) / 4] * 4,
     ),
     "iw_sft, a model equal to its reference": (
-        iw_sft_weights(EQUAL, -torch.stack([EQUAL[:3].sum(), EQUAL[3:].sum()]), make_index([3, 4]), 2),
+        weigh("iw_sft", EQUAL, make_index([3, 4]), 2, reference_log_probability=-torch.stack(SUMS_OF_EQUAL)),
         [1 / 3] * 3 + [1 / 4] * 4,
     ),
     "iw_sft, sequences without tokens": (
-        iw_sft_weights(torch.ones(2), torch.tensor([0.0, -2.0, 0.0]), torch.tensor([1, 1]), 3),
+        weigh("iw_sft", torch.ones(2), torch.tensor([1, 1]), 3, reference_log_probability=[0.0, -2.0, 0.0]),
         [0.5, 0.5],
     ),
     "random": (random_weights(KEPT, make_index([3, 4]), 2), [1, 0, 0, 0.5, 0, 0.5, 0]),
@@ -86,21 +94,21 @@ INDEX = make_index(LENGTHS)
 
 
 def publish_dft(logits: Tensor, targets: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
-    return (-nll).exp().detach() * nll, dft_weights(nll.detach(), INDEX, 3)
+    return (-nll).exp().detach() * nll, weigh("dft", nll.detach(), INDEX, 3)
 
 
 def publish_eaft(logits: Tensor, targets: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
     top = logits.detach().topk(20).values  # LLaMA-Factory's lines, with ln 20 where it has 3.0
     log_top = top - torch.logsumexp(top, -1, keepdim=True)
     gates = -(log_top.exp() * log_top).sum(-1) / math.log(20)
-    return nll * gates, eaft_weights(gates, INDEX, 3)
+    return nll * gates, weigh("eaft", nll.detach(), INDEX, 3, statistics=gates)
 
 
 def publish_deft(logits: Tensor, targets: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
     log_p = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     concentrations = logits.detach().softmax(-1).square().sum(-1)
     published = -((concentrations * log_p).exp() - 1) / (concentrations + 1e-6)
-    return published, deft_weights(-log_p.detach(), concentrations, INDEX, 3)
+    return published, weigh("deft", -log_p.detach(), INDEX, 3, statistics=concentrations)
 
 
 def publish_profit(logits: Tensor, targets: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +116,7 @@ def publish_profit(logits: Tensor, targets: Tensor, nll: Tensor) -> tuple[Tensor
     kept_targets = targets.masked_fill(p < 0.1, -100)
     assert 0 < int((kept_targets == -100).sum()) < 9
     published = cross_entropy(logits, kept_targets, ignore_index=-100, reduction="none")
-    return published, profit_weights(nll.detach(), 0.1, INDEX, 3)
+    return published, weigh("profit", nll.detach(), INDEX, 3, min_probability=0.1)
 
 
 @pytest.mark.parametrize("publish", [publish_dft, publish_eaft, publish_deft, publish_profit])

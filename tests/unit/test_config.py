@@ -138,7 +138,7 @@ def test_every_key_says_what_it_expects_in_the_words_of_the_command_keys(recipe_
 FIELD_PROBLEMS = [
     (
         "method.name=vcor",
-        'found "vcor"; expected vcore, sft, dft, asft, eaft, deft, profit, iw_sft, random or stored (`vcore` weights',
+        'found "vcor"; expected vcore, sft, dft, asft, eaft, deft, profit, iw_sft, random, stored or custom (`vcore`',
     ),
     ("method.name=vcor", 'did you mean "vcore"?'),
     ("utility.epsilon=Auto", 'found "Auto"; expected a number above 0, auto or null (Step eps'),

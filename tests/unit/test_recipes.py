@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.helpers import weightings
 from tests.helpers.recipes import find_problem, find_problems, smallest_recipe
 from vcore_ds.commands.plan.prediction import find_model
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
@@ -28,7 +29,8 @@ FOLDER = REPOSITORY / "launch_scripts" / "recipes"
 WRONG_TRACES = FOLDER / "wrong_traces.yaml"
 RECIPES = sorted([*FOLDER.glob("*.yaml"), *(FOLDER / "paper").glob("*.yaml")])
 PRESETS = ("recommended", "trusted", "paper", "released_code")
-METHODS = ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random", "stored")
+METHODS = ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random", "stored", "custom")
+FUNCTION = f"method.function={weightings.__file__}:focal"
 DEEPSPEED_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 QWEN3 = ("qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_32b")
 OTHERS = ("llama3.1_8b_instruct", "mistral_7b_instruct_v0.3")
@@ -144,6 +146,8 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             remedy(path, words, "lora", "lora.rank=4", "lora.alpha=8")
             if shipped.model.provider == "megatron":
                 remedy(path, words, "model.provider", "model.provider=huggingface", "parallel.tensor=1")
+        if name == "custom":
+            remedy(path, words, "method.function", FUNCTION, "method.options={gamma: 2}")
         if name == "stored":
             remedy(path, words, "data.token_weights", "data.token_weights=weights.parquet")
         recipe = load_recipe(path, words)
@@ -179,6 +183,7 @@ def test_a_method_removes_the_reference_of_iw_sft(tmp_path: Path) -> None:
     for name in METHODS:
         kept = "reference.npz" if name == "iw_sft" else None
         remedy = {"stored": ["data.token_weights=weights.parquet"], "asft": ["lora.rank=4", "lora.alpha=8"]}
+        remedy["custom"] = [FUNCTION, "method.options={gamma: 2}"]
         words = [f"methods/{name}.yaml", *remedy.get(name, [])]
         assert load_recipe(mine, words).data.reference_log_probabilities == kept
     problem = find_problem(mine, "presets/paper.yaml")

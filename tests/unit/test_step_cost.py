@@ -142,7 +142,7 @@ def test_adapters_need_no_gradient_of_weights() -> None:
     assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)
     with_dropout = replace(lora, lora=LoraConfig(rank=4, alpha=8, dropout=0.1), estimator="finite_difference")
     assert StepPasses.derive(with_dropout).utility == PassWork(2, 2, gathers=2, exchanges=2, runs=2)
-    assert StepPasses.derive(lora, reference_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
+    assert StepPasses.derive(lora, other_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
 
 
 def test_bytes_of_all_gathers_by_hand() -> None:

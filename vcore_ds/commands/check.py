@@ -78,7 +78,12 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def check_model(recipe: Recipe) -> "PreTrainedTokenizerBase | None":
-    """Check a model on this machine as a run does, and return its tokenizer, if it is here. Raises its UserErrors."""
+    """Check the weighting function and a model on this machine as a run does, and return the model's tokenizer, if it
+    is here. Raises their UserErrors."""
+    if recipe.method.name == "custom":
+        from vcore_ds.training.weighting import check_function  # imports torch: seconds
+
+        check_function(recipe.method)
     if not is_on_disk(recipe.model.path):
         return None
     # Imports torch and transformers: seconds.

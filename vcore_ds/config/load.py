@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
+from vcore_ds.config.method_section import read_function
 from vcore_ds.config.problems import (
     RecipeError,
     breaks_rules,
@@ -153,6 +154,12 @@ class MergedFiles:
         sources = [self.sources[key] for key in (*keys, *parents) if key in self.sources]
         return min(sources, key=lambda source: not source.startswith("override "), default=self.file)
 
+    def list_folders(self, key: str) -> list[Path]:
+        """The folder of the file that sets a key, or of the recipe for an override; and the working directory."""
+        source = self.sources.get(key, "override ")
+        file = self.file if source.startswith("override ") else source.rpartition(":")[0]
+        return [Path(file).parent, Path.cwd()]
+
     def merge(self, new: Mapping[str, Any], sources: Mapping[str, str]) -> None:
         """Merge values, which `sources` locates, over the current ones."""
         self._merge_section(self.values, new, "", next(iter(sources.values()), ""))
@@ -175,9 +182,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe with its bases (see `merge_files`) and apply overrides `section.key=value`, whose values are YAML.
     A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
     the recipe. Fragments come first, in order, then the overrides. engine.deepspeed_config becomes
-    `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; a run in
-    model.path or lora.adapter its exported folder; in other paths `~` is expanded. Raises RecipeError with all
-    problems: of words, keys, and rules over valid keys; of files alone where one cannot be read."""
+    `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path, as the file of
+    method.function does; a run in model.path or lora.adapter its exported folder; in other paths `~` is expanded.
+    Raises RecipeError with all problems: of words, keys, and rules over valid keys; of files alone where one cannot be
+    read."""
     fragments = [word for word in overrides if _is_fragment(word)]
     merged = merge_files(path, fragments)
     is_complete = not merged.problems  # else missing keys are not the recipe's mistake
@@ -189,6 +197,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for section in SECTIONS.keys() - {"lora"}:
         merged.values.setdefault(section, {})  # a missing section is reported by its missing keys
     _resolve_deepspeed_config(merged)
+    _resolve_function(merged)
     if unusable := [f"{merged.find_source(key)}: {text}" for key, text in use_results(merged.values)]:
         raise RecipeError([*merged.problems, *unusable])
     try:
@@ -359,9 +368,7 @@ def _resolve_deepspeed_config(merged: MergedFiles) -> None:
     written = engine.get("deepspeed_config") if isinstance(engine, dict) else None
     if not written or not isinstance(written, str):
         return  # reported by the validation
-    source = merged.sources.get(key, "override ")
-    naming_file = merged.file if source.startswith("override ") else source.rpartition(":")[0]
-    folders = (Path(naming_file).parent, Path.cwd(), SHIPPED_DEEPSPEED_CONFIGS.parent)
+    folders = (*merged.list_folders(key), SHIPPED_DEEPSPEED_CONFIGS.parent)
     candidates = list(dict.fromkeys((folder / os.path.expanduser(written)).resolve() for folder in folders))
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
@@ -372,3 +379,17 @@ def _resolve_deepspeed_config(merged: MergedFiles) -> None:
         return
     is_shipped = path.parent == SHIPPED_DEEPSPEED_CONFIGS
     engine["deepspeed_config"] = f"ds_configs/{path.name}" if is_shipped else str(path)
+
+
+def _resolve_function(merged: MergedFiles) -> None:
+    method, key = merged.values["method"], "method.function"
+    if not isinstance(method, dict) or method.get("name") != "custom" or not isinstance(method.get("function"), str):
+        return
+    options = given if isinstance(given := method.get("options"), dict) else {}
+    try:
+        method |= read_function(method["function"], options, merged.list_folders(key))
+    except ValueError as error:
+        wrong_key, found, expected, names = error.args
+        nearest = closest(str(found).split()[-1], names)
+        problem = describe_problem(found, expected, [nearest] if nearest else [])
+        merged.problems.append(f"{merged.find_source(wrong_key, key)}: {wrong_key}: {problem}")

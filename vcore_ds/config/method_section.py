@@ -1,21 +1,33 @@
-"""The section `method` of a recipe: how tokens are weighted."""
+"""The section `method` of a recipe: how tokens are weighted; and the function of `custom`, which is read, not run."""
 
-from typing import Annotated, Literal
+import ast
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, Strict, model_validator
 
-from vcore_ds.config.sections import NonNegative, Positive, Section
+from vcore_ds.config.sections import Name, NonNegative, Positive, Section, Text
+
+FunctionInput = Literal[
+    "losses", "probabilities", "entropies", "utilities", "sequence_index", "num_sequences", "positions"
+]
+"""A parameter of `method.function` that is filled with the tokens of a micro-batch (docs/custom-weighting.md)."""
 
 
 class MethodConfig(Section):
     """How tokens are weighted (paper, sections "Reweighting" and "Variance-Controlled Descent Scaling")."""
 
-    name: Literal["vcore", "sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random", "stored"] = "vcore"
+    name: Literal["vcore", "sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random", "stored", "custom"] = (
+        "vcore"
+    )
     """`vcore` weights tokens by their utility, `sft` equally, `dft` by their probability; `asft` is `dft` plus the KL
     divergence from the base model; `eaft` weights tokens by the entropy of the prediction, `deft` by their probability
     to the power of the prediction's concentration; `profit` drops unlikely tokens; `iw_sft` weights sequences by the
     importance ratio of the model to its reference; `random` trains on a random share of the tokens; `stored` takes the
-    weights of data.token_weights."""
+    weights of data.token_weights; `custom` calls `function`."""
     normalization: Literal["sequence", "token"] = "sequence"
     """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
     temperature: NonNegative | None = None
@@ -35,9 +47,9 @@ class MethodConfig(Section):
     batch_kl_budget: Positive | None = None
     """With scope `sequence_and_batch`: KL(sequence weights || weights of `normalization`) over the batch, in nats."""
     alpha: Literal["loss_ratio", "variance", "effective_sample_size", "none"] = "loss_ratio"
-    """Variance-control factor of `vcore`: `loss_ratio` uniform loss / weighted loss (Algorithm 1), `variance`
-    sqrt(V_u / V_q) (Section "Variance-Controlled Descent Scaling"), `effective_sample_size` 1 / sqrt(n * sum q^2) per
-    sequence, `none` 1."""
+    """Variance-control factor of `vcore` and `custom`: `loss_ratio` uniform loss / weighted loss (Algorithm 1),
+    `variance` sqrt(V_u / V_q) (Section "Variance-Controlled Descent Scaling"), `effective_sample_size`
+    1 / sqrt(n * sum q^2) per sequence, `none` 1, the default of `custom`."""
     alpha_scope: Literal["global_batch", "micro_batch"] = "global_batch"
     """One alpha for the step's global batch (the paper), or one for each micro-batch of each rank (released code)."""
     alpha_cap: Positive | None = 1.0
@@ -49,16 +61,42 @@ class MethodConfig(Section):
     """Factor of the KL divergence in the loss of `asft`."""
     min_probability: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """`profit` trains on the tokens that the current model gives at least this probability."""
+    function: Text | None = None
+    """The function of `custom` (docs/custom-weighting.md), MODULE:FUNCTION or FILE.py:FUNCTION, looked up in the folder
+    of the file that names it, the working directory and the Python path. In a resolved recipe the path is absolute."""
+    options: dict[Name, bool | int | float | Text] = {}  # noqa: RUF012  (pydantic copies it)
+    """Further arguments of `function`, such as {gamma: 2}."""
+    function_inputs: Annotated[tuple[FunctionInput, ...], Strict(False)] = ()
+    """The parameters of `function` that are filled with tokens. Set when a recipe is loaded."""
+    function_digest: Text | None = None
+    """SHA-256 of the name of `function` and its file, which a resumed run must share. Set when a recipe is loaded."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_custom_factors_as_they_are(cls, values: Any) -> Any:
+        is_custom = isinstance(values, dict) and values.get("name") == "custom"
+        return {"alpha": "none", **values} if is_custom else values
+
+    @property
+    def title(self) -> str:
+        """The method in words: `sft`, or `custom (my_weights.py:focal, gamma 2)`."""
+        parts = [Path(self.function or "").name, *(f"{key} {value}" for key, value in self.options.items())]
+        return f"custom ({', '.join(parts)})" if self.name == "custom" else self.name
 
     @property
     def uses_utilities(self) -> bool:
         """Whether weights depend on utilities, and so on a probe direction."""
-        return self.name == "vcore"
+        return self.name == "vcore" or (self.name == "custom" and "utilities" in self.function_inputs)
+
+    @property
+    def applied_alpha(self) -> str:
+        """`alpha`, but `none` for methods that ignore it."""
+        return self.alpha if self.name in ("vcore", "custom") else "none"
 
     @property
     def weights_sequences(self) -> bool:
         """Whether sequences of a batch are weighted too, which needs all utilities before the first backward."""
-        return self.uses_utilities and self.scope == "sequence_and_batch"
+        return self.name == "vcore" and self.scope == "sequence_and_batch"
 
     @property
     def reads_reference(self) -> bool:
@@ -71,11 +109,46 @@ class MethodConfig(Section):
         return self.name == "asft"
 
     @property
-    def prediction_statistic(self) -> Literal["top_entropy", "concentration"] | None:
+    def prediction_statistic(self) -> Literal["top_entropy", "concentration", "entropy"] | None:
         """Quantity of each prediction that the weights use, besides the probability of its target."""
+        if self.name == "custom" and "entropies" in self.function_inputs:
+            return "entropy"
         return {"eaft": "top_entropy", "deft": "concentration"}.get(self.name)  # type: ignore[return-value]
 
     @property
     def drops_tokens(self) -> bool:
         """Whether some supervised tokens have no loss by a mask of the data."""
         return self.name == "random"
+
+
+def read_function(written: str, options: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
+    """Read the function that `method.function` names; return the values of `function`, `function_inputs` and
+    `function_digest`. `folders` come before the Python path; a file that has moved may be in the first of them, where
+    a run keeps it. Raises ValueError(key, found, expected, names that may be meant)."""
+    key, (module, _, name) = "method.function", written.rpartition(":")
+    relative = Path(module).expanduser() if module.endswith(".py") else Path(f"{module.replace('.', '/')}.py")
+    places = [*(folder / relative for folder in (*folders, *map(Path, sys.path))), folders[0] / relative.name]
+    file = next((path.resolve() for path in places if path.is_file()), None)
+    if file is None:
+        raise ValueError(key, written, f"MODULE:FUNCTION or FILE.py:FUNCTION, found in {folders[0]} or sys.path", ())
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except SyntaxError as error:
+        raise ValueError(key, written, f"Python in {file}:{error.lineno} ({error.msg})", ()) from None
+    functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise ValueError(key, name, f"a function that {file} defines", functions)
+    arguments, known = functions[name], get_args(FunctionInput)
+    defaults = [*[None] * (len(arguments.args) - len(arguments.defaults)), *arguments.defaults, *arguments.kw_defaults]
+    parameters = dict(zip([x.arg for x in (*arguments.args, *arguments.kwonlyargs)], defaults, strict=False))
+    unknown = [name for name, default in parameters.items() if not default and name not in {*known, *options}]
+    unknown += [x.arg for x in (*arguments.posonlyargs, arguments.vararg, arguments.kwarg) if x]
+    if unknown:
+        expected = f"its value in method.options, or a parameter among {', '.join(known)}"
+        raise ValueError(key, f"the parameter {unknown[0]}", expected, known)
+    own = [name for name in parameters if name not in known]
+    if foreign := [option for option in options if option not in own]:
+        raise ValueError("method.options", foreign[0], f"parameters of {name}: {', '.join(own) or 'none'}", own)
+    inputs = [name for name in parameters if name in known]
+    digest = hashlib.sha256(name.encode() + b"\0" + file.read_bytes()).hexdigest()
+    return {"function": f"{file}:{name}", "function_inputs": inputs, "function_digest": digest}

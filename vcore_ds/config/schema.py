@@ -87,8 +87,8 @@ Rules = Iterator[tuple[str, str]]
 
 def _broken_rules(recipe: Recipe) -> Rules:
     yield from _method_rules(recipe)
-    if recipe.method.uses_utilities:
-        yield from _vcore_rules(recipe)
+    if recipe.method.name in ("vcore", "custom"):
+        yield from _weighting_rules(recipe)
     yield from _utility_rules(recipe)
     yield from _batch_rules(recipe)
     yield from _data_rules(recipe)
@@ -99,23 +99,30 @@ def _broken_rules(recipe: Recipe) -> Rules:
 
 def _method_rules(recipe: Recipe) -> Rules:
     method = recipe.method
-    if method.uses_utilities and (method.kl_budget is None) == (method.temperature is None):
+    is_vcore = method.name == "vcore"
+    if method.name == "custom" and method.function is None:
+        yield "method.function method.name", "the function that weights tokens, MODULE:FUNCTION"
+    if method.name == "custom" and method.scope != "sequence":
+        yield "method.scope method.name", "sequence: a function gives the weights of sequences too"
+    if is_vcore and (method.kl_budget is None) == (method.temperature is None):
         one = "start from kl_budget 0.005" if method.kl_budget is None else "set the other to null"
         yield "method.kl_budget method.temperature method.name", f"exactly one of both: {one}"
     for key in ("temperature", "kl_budget"):
-        if not method.uses_utilities and getattr(method, key) is not None:
+        if not is_vcore and getattr(method, key) is not None:
             yield f"method.{key} method.name", "null: only vcore weights tokens by utility (or set method.name vcore)"
     if method.is_anchored and recipe.lora is None:
         expected = "LoRA adapters, without which the model is asft's base model (set lora.rank, or method.name to dft)"
         yield "lora method.name", expected
 
 
-def _vcore_rules(recipe: Recipe) -> Rules:
+def _weighting_rules(recipe: Recipe) -> Rules:
     method, batch, optimizer, probe = recipe.method, recipe.batch, recipe.optimizer, recipe.probe
     is_global = method.alpha_scope == "global_batch"
     if not is_global and method.alpha in ("effective_sample_size", "none"):
         expected = "global_batch: this alpha depends on no other sequence (or set method.alpha to loss_ratio)"
         yield "method.alpha_scope method.alpha", expected
+    if method.alpha == "variance" and not method.uses_utilities:
+        yield "method.alpha method.name", "loss_ratio or none: a function without utilities has no variance of them"
     one_sequence = "loss_ratio: one sequence has no variance"
     if method.alpha == "variance" and is_global and batch.global_size == 1:
         yield "method.alpha batch.global_size", f"{one_sequence} (or set batch.global_size to at least 2)"
@@ -133,6 +140,8 @@ def _vcore_rules(recipe: Recipe) -> Rules:
             yield "batch.global_size method.scope", expected
     elif method.batch_kl_budget is not None:
         yield "method.batch_kl_budget method.scope", "null, or method.scope sequence_and_batch"
+    if not method.uses_utilities:
+        return
     needed = {"sgd": optimizer.name, "adam": "adamw", "muon": "muon"}[probe.direction]
     if optimizer.name != needed:
         fitting = "muon or sgd" if optimizer.name == "muon" else "sgd"
@@ -282,6 +291,7 @@ MAY_DIFFER = frozenset(
         "run.num_followed_traces",
         "run.time_limit_minutes",
         "run.profile",
+        "method.function",  # its place; function_digest has its name and source
         *(f"run.profile.{key}" for key in sections.ProfileConfig.key_names()),
         "data.validation_path",
         # The data; the checkpoint has digests of its tokens, of the weights of files and of the selected traces.

@@ -1,14 +1,16 @@
-"""Token weights of the methods that VCORE is compared with, on the same scale: uniform weights are `1 / n_i`.
+"""Token weights of the methods that VCORE is compared with: factors of the uniform weights `1 / n_i`, and masks.
 
-Ragged as in `weights.py`: over all tokens `losses[N]`, the cross-entropy of the current model in nats (fp32), and
-`sequence_index[N]`. Results are detached.
+Ragged as in `weights.py`: over all tokens `losses[N]`, the cross-entropy of the current model in nats (fp32, without a
+graph), and `sequence_index[N]`. Three factors are no functions here: Dynamic Fine-Tuning (arXiv 2508.05629), `sg(p) *
+-log p` per token, has p; Entropy-Adaptive Fine-Tuning (arXiv 2601.02151), linear gating, the statistic `top_entropy`;
+ProFit (arXiv 2601.09195) 1 where p is large enough, else 0 (dropped tokens count in `n_i`, as in the authors' code).
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vcore_ds.method.weights import segment_sum, uniform_weights
+from vcore_ds.method.weights import segment_sum
 
 IMPORTANCE_RATIO_CAP = 16.0
 """Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py` in `emmyqin/iw_sft`)."""
@@ -17,43 +19,23 @@ DEFT_EPS = 1e-6
 """Epsilon in the authors' code of DEFT (`fsdp_sft_trainer.py` in `luludus/DEFT`)."""
 
 
-def dft_weights(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`p(y_t) / n_i`, `[N]`: Dynamic Fine-Tuning (arXiv 2508.05629), `sg(p) * -log p` per token."""
-    return torch.exp(-losses.detach()) * uniform_weights(sequence_index, num_sequences, losses.dtype)
-
-
-def eaft_weights(top_entropies: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`H_t / n_i`, `[N]`: Entropy-Adaptive Fine-Tuning (arXiv 2601.02151), linear gating. `top_entropies`: `[N]`, in
-    [0, 1], see `models.token_loss.PredictionStatistic`."""
-    return top_entropies * uniform_weights(sequence_index, num_sequences, top_entropies.dtype)
-
-
-def deft_weights(losses: Tensor, concentrations: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`p(y_t)^a_t * a_t / (a_t + 1e-6) / n_i`, `[N]`: Dynamic Entropy Fine-Tuning (arXiv 2602.11424), whose loss
-    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these weights. `concentrations`: `[N]`,
+def deft_factors(losses: Tensor, concentrations: Tensor) -> Tensor:
+    """`p(y_t)^a_t * a_t / (a_t + 1e-6)`, `[N]`: Dynamic Entropy Fine-Tuning (arXiv 2602.11424), whose loss
+    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these factors. `concentrations`: `[N]`,
     `a_t = sum_v p(v)^2`."""
-    uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
-    return torch.exp(-concentrations * losses) * concentrations / (concentrations + DEFT_EPS) * uniform
+    return torch.exp(-concentrations * losses) * concentrations / (concentrations + DEFT_EPS)
 
 
-def profit_weights(losses: Tensor, min_probability: float, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`1 / n_i` where `p(y_t) >= min_probability`, else 0, `[N]`: ProFit (arXiv 2601.09195). `n_i` counts all
-    supervised tokens, as in the authors' code."""
-    uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
-    return torch.where(torch.exp(-losses) < min_probability, 0.0, uniform)
-
-
-def iw_sft_weights(
+def iw_sft_factors(
     losses: Tensor, reference_log_probability: Tensor, sequence_index: Tensor, num_sequences: int
 ) -> Tensor:
-    """`w_i / n_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
-    (arXiv 2507.12856), in the sequence-level form that its authors train with. `1 / n_i` while the model equals its
-    reference. `reference_log_probability`: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats."""
-    uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
+    """`w_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
+    (arXiv 2507.12856), in the sequence-level form that its authors train with. 1 while the model equals its reference.
+    `reference_log_probability`: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats."""
     num_tokens = segment_sum(torch.ones_like(losses), sequence_index, num_sequences).clamp_min(1)
-    log_probability = -segment_sum(losses.detach(), sequence_index, num_sequences)
+    log_probability = -segment_sum(losses, sequence_index, num_sequences)
     ratio = torch.exp((log_probability - reference_log_probability.to(losses.dtype)) / num_tokens)
-    return ratio.clamp_max(IMPORTANCE_RATIO_CAP)[sequence_index] * uniform
+    return ratio.clamp_max(IMPORTANCE_RATIO_CAP)[sequence_index]
 
 
 def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:

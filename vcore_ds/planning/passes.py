@@ -172,15 +172,15 @@ class StepPasses:
     steps_per_probe: int = 1
 
     @classmethod
-    def derive(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
-        """Derive the passes of a step with `reference_forwards` over the main batch that serve no utilities."""
+    def derive(cls, settings: MemorySettings, *, other_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
+        """Derive the passes of a step with `other_forwards` over the main batch that serve no utilities."""
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
         is_full, again = settings.lora is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again
         # The backward of FlashAttention computes the scores again, half a forward.
         train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=1, attention_again=0.5)
         tangents = derive_tangent_work(settings, is_fused=settings.is_fused)
-        forwards = reference_forwards
+        forwards = other_forwards
         utility: PassWork | None = None
         if settings.estimator == "jvp" and not settings.is_fused:
             utility = FORWARD + tangents
@@ -210,9 +210,11 @@ class StepPasses:
 def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
     """Derive the passes of an optimizer step."""
     method, steps_per_probe = settings.method, settings.probe.every if settings.estimator is not None else 1
-    # iw_sft with adapters and asft run the model without its adapters in every step.
+    # iw_sft with adapters and asft run the model without its adapters in every step; entropies beside utilities take a
+    # forward too.
     runs_reference = (method.reads_reference or method.is_anchored) and settings.lora is not None
-    return StepPasses.derive(memory, reference_forwards=int(runs_reference), steps_per_probe=steps_per_probe)
+    forwards = runs_reference + (method.uses_utilities and method.prediction_statistic is not None)
+    return StepPasses.derive(memory, other_forwards=forwards, steps_per_probe=steps_per_probe)
 
 
 def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:

@@ -62,7 +62,7 @@ def end_steps() -> None:
 
 def explain_steps(method: MethodConfig, probe: ProbeConfig) -> str:
     """Make the legend of the lines of steps."""
-    if not method.uses_utilities:
+    if method.name != "vcore":
         return "In each step: loss and weighted loss in nats, |g| gradient norm, lr learning rate"
     text = (
         "In each step: loss in nats, alpha factor of the weighted loss, tau sharpness of the weights, kl their "

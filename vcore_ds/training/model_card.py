@@ -51,8 +51,8 @@ def make_model_card(
     after = "" if num_steps is None else f" for {num_steps:,} optimizer steps"
     trained = "all parameters" if kind == "model" else "LoRA"
     earlier = base.stages if lora is None or lora.adapter is None else identify_base_model(lora.adapter).stages
-    stages = [*earlier, f"{method.name} ({trained}){after}, run {run.resolve().name}"]
-    title = f"{base.name}, fine-tuned with {method.name} ({trained})"
+    stages = [*earlier, f"{method.title} ({trained}){after}, run {run.resolve().name}"]
+    title = f"{base.name}, fine-tuned with {method.title} ({trained})"
     license_keys: dict[str, Any] = dict(base.license)
     results = [EvalResult("text-generation", name, name, "accuracy", round(one.accuracy, 4)) for name, one in tasks]
     metadata = ModelCardData(
@@ -72,7 +72,7 @@ def make_model_card(
     what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "A fine-tuned"}[kind]
     opener = "AutoPeftModelForCausalLM` of peft" if kind == "adapter" else "AutoModelForCausalLM` of transformers"
     paragraphs = [
-        f"{what} {link}, trained with `vcore_ds`, method `{method.name}`{after}. Open it with `{opener}; its "
+        f"{what} {link}, trained with `vcore_ds`, method `{method.title}`{after}. Open it with `{opener}; its "
         "tokenizer has the chat template of training.",
         *([f"Stages of training from `{base.name}`: {'; '.join(stages)}"] if earlier else ()),
         f"Data: {', '.join(f'`{name}`' for name in names)}",

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
-from vcore_ds.common.paths import write_json, writing
+from vcore_ds.common.paths import write_json, write_text, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
@@ -59,6 +59,7 @@ from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.training.step_metrics import StepMetrics
+from vcore_ds.training.weighting import check_function
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
     console.notes.clear()
+    check_function(recipe.method, device())
     settings = derive_plan_settings(recipe)
     plan = plan_ranks(settings)
     ds_config = deepspeed_config(settings, plan)
@@ -348,6 +350,9 @@ def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
     trackers = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)
     with writing("run.output_dir", folder):
+        if recipe.method.name == "custom" and recipe.method.function is not None:
+            source = Path(recipe.method.function.rpartition(":")[0])
+            write_text(folder / source.name, source.read_text(encoding="utf-8"))
         return MetricsLog(folder, trackers)
 
 

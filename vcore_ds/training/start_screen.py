@@ -64,9 +64,9 @@ def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: i
 def describe_method(method: MethodConfig, utility: UtilityConfig, probe: ProbeConfig, probe_path: str | None) -> str:
     """Describe the method with its settings. `probe_path`: data.probe_path."""
     if not method.uses_utilities:
-        return f"{method.name}, normalization {method.normalization}"
+        return f"{method.title}, normalization {method.normalization}"
     is_budget = method.kl_budget is not None
-    strength = f"KL budget {method.kl_budget:g} nats" if is_budget else f"temperature {method.temperature:g}"
+    strength = f"KL budget {method.kl_budget:g} nats" if is_budget else f"temperature {method.temperature or 0:g}"
     if method.base_measure != "uniform":
         strength += f" from {method.base_measure}"
     if method.scope == "sequence_and_batch":
@@ -76,10 +76,8 @@ def describe_method(method: MethodConfig, utility: UtilityConfig, probe: ProbeCo
     source += "" if probe_path is None else f" from {shorten_path(probe_path)}"
     source += ", weighted by probability" if probe.loss == "dft" else ""
     source += f", every {probe.every} steps" if probe.every > 1 else ""
-    return (
-        f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along the {probe.direction} "
-        f"direction ({source})"
-    )
+    weights = f"VCORE token weights, {strength}" if method.name == "vcore" else method.title
+    return f"{weights}, alpha {method.alpha}; utilities by {how} along the {probe.direction} direction ({source})"
 
 
 def describe_parallelism() -> str:

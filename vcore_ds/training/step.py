@@ -13,7 +13,7 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.objective import sequence_shares, token_coefficients
-from vcore_ds.method.weights import Tokens, segment_sum, uniform_weights
+from vcore_ds.method.weights import segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
 from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.training.weighting import (
@@ -24,7 +24,7 @@ from vcore_ds.training.weighting import (
     token_weights,
 )
 from vcore_ds.utility.direction import Direction, Probe
-from vcore_ds.utility.estimators import Estimator, MainLosses
+from vcore_ds.utility.estimators import Estimator
 
 
 def train_step(
@@ -65,12 +65,17 @@ def train_step(
         measured |= {**forward.metrics, **tilt}
         if method.reads_reference and engine.has_adapters:
             main = add_reference_log_probabilities(engine, main)
+        entropies: list[Tensor] = []
+        if method.uses_utilities and method.prediction_statistic is not None:  # forward mode computes no statistics
+            with engine.without_gradient():
+                entropies = [engine.losses_and_statistics(batch, method.prediction_statistic)[1] for batch in main]
 
     reset_token_counts(engine.module)  # discards those of other passes
     with recorder.measuring("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
             result = forward.run(k)
-            tokens = batch.tokens(result.losses, result.utilities, result.statistics)
+            statistics = entropies[k] if entropies else result.statistics
+            tokens = batch.tokens(result.losses, result.utilities, statistics)
             # Line 5: weights.
             q = token_weights(method, tokens)
             shares = sequence_shares(tokens.num_kept(), counts_kept, method.normalization)
@@ -80,7 +85,10 @@ def train_step(
             # Line 7, first half: the gradient of the reweighted loss.
             weighted = token_coefficients(q.weights, tokens.sequence_index, shares) * result.losses
             loss = segment_sum(weighted, tokens.sequence_index, tokens.num_sequences) * alpha
-            base_kl = mean_divergence(result, tokens, shares)
+            base_kl = None
+            if result.divergences is not None:  # this micro-batch's term of the mean over the global batch
+                uniform = uniform_weights(tokens.sequence_index, tokens.num_sequences, result.divergences.dtype)
+                base_kl = (token_coefficients(uniform, tokens.sequence_index, shares) * result.divergences).sum()
             engine.backward(loss.sum() if base_kl is None else loss.sum() + method.kl_weight * base_kl)
             losses = (weighted.detach().sum(), loss.detach().sum(), None if base_kl is None else base_kl.detach())
             recorder.add(MicroBatchResult(batch, tokens, q, shares, alpha, *losses))
@@ -90,7 +98,8 @@ def train_step(
     measured |= measure_expert_load(engine.module, layout.size("expert"))
     if totals["num_non_finite"] > 0:
         sequences = describe_sequences(recorder.non_finite_sequence_ids(), main[0].sequence_parallel)
-        raise NonFiniteLoss(f"the loss is not finite; {sequences}")
+        cause = " (or a factor of method.function)" if method.name == "custom" else ""
+        raise NonFiniteLoss(f"the loss is not finite{cause}; {sequences}")
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.
     alpha_global = alpha_of_global_batch(method, totals["loss"], totals["weighted_loss"], moments)
@@ -101,15 +110,6 @@ def train_step(
     with recorder.measuring("step"):
         gradient_norm = engine.step(learning_rate)
     return recorder.metrics(totals, alpha_global, **measured, grad_norm=gradient_norm, learning_rate=learning_rate)
-
-
-def mean_divergence(result: MainLosses, tokens: Tokens, shares: Tensor) -> Tensor | None:
-    """This micro-batch's term of the global batch's mean divergence from the base model, with a graph; None if it is
-    not part of the method's loss."""
-    if result.divergences is None:
-        return None
-    uniform = uniform_weights(tokens.sequence_index, tokens.num_sequences, result.divergences.dtype)
-    return (token_coefficients(uniform, tokens.sequence_index, shares) * result.divergences).sum()
 
 
 def take_direction(

@@ -118,7 +118,8 @@ class MicroBatchResult:
 
 
 _MEANS = ("tau", "kl", "effective_sample_size", "total_weight")  # over sequences
-_OF_UTILITIES = ("tau", "kl", "num_saturated", "utility_mean", "utility_std")  # None for methods without them
+_OF_TILT = ("tau", "kl", "num_saturated")  # None for methods other than vcore
+_OF_UTILITIES = ("utility_mean", "utility_std")  # None for methods without them
 _NOT_WRITTEN = ("scaled_loss", "num_non_finite", "base_kl")  # base_kl is written where it is part of the loss
 
 
@@ -171,7 +172,8 @@ class StepRecorder:
         index, num_sequences, num_tokens = tokens.sequence_index, tokens.num_sequences, tokens.num_tokens()
         s = torch.zeros_like(tokens.losses) if tokens.utilities is None else tokens.utilities
         sequence_losses = segment_sum(tokens.losses, index, num_sequences)
-        finite = torch.isfinite(sequence_losses) & torch.isfinite(segment_sum(s, index, num_sequences))
+        sums_of_sequences = [sequence_losses, *(segment_sum(x, index, num_sequences) for x in (s, q))]
+        finite = torch.stack(sums_of_sequences).isfinite().all(0)
         self._finite.append((result.batch.sequence_ids, finite))
         self._sequence_parallel = result.batch.sequence_parallel
         shares = sequence_shares(num_tokens, self._counts, self._method.normalization)
@@ -203,7 +205,7 @@ class StepRecorder:
     def totals(self) -> tuple[dict[str, float], Tensor]:
         """Sum the added micro-batches over all ranks: totals by their names in metrics.jsonl, losses normalised as the
         recipe says, with `scaled_loss`, after the alphas of sequences or micro-batches, and `num_non_finite`, the
-        sequences with a loss or utility that is inf or NaN; and `[5]` fp64, see `utility_moments`. A collective."""
+        sequences with a loss, utility or weight of inf or NaN; and `[5]` fp64, see `utility_moments`. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
         sums = layout.sum_over("data", self._sums.tolist(), self._sequence_parallel)
         moments = torch.tensor(sums[len(self._names) :], dtype=torch.float64)
@@ -216,7 +218,7 @@ class StepRecorder:
         return values, moments
 
     def non_finite_sequence_ids(self) -> list[int]:
-        """List this rank's sequences with a loss or utility that is inf or NaN."""
+        """List this rank's sequences with a loss, utility or weight of inf or NaN."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
     def metrics(self, totals: Mapping[str, float], alpha: float | None, **numbers: float | None) -> StepMetrics:
@@ -233,6 +235,7 @@ class StepRecorder:
             alpha = totals["scaled_loss"] / totals["weighted_loss"] if totals["weighted_loss"] else 1.0
         values = {
             **{key: value for key, value in totals.items() if key not in _NOT_WRITTEN},
+            **dict.fromkeys(() if method.name == "vcore" else _OF_TILT),
             **dict.fromkeys(() if method.uses_utilities else _OF_UTILITIES),
             "alpha": alpha,
             **dict.fromkeys(("probe_loss", "probe_grad_norm", "direction_energy")),

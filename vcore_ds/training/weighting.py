@@ -1,12 +1,20 @@
 """Token weights and alphas of each method, on plain tensors; log-probabilities of sequences under the model and under
 the reference model of a LoRA run."""
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from runpy import run_path
+from traceback import extract_tb
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
@@ -45,31 +53,78 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
             return gibbs_weights_for_budget(tokens.utilities, index, num_sequences, method.kl_budget, log_base)
         assert method.temperature is not None  # the recipe's rules
         return gibbs_weights(tokens.utilities, index, num_sequences, method.temperature, log_base)
-    if method.name in ("dft", "asft"):
-        weights = baselines.dft_weights(tokens.losses, index, num_sequences)
-    elif method.name == "profit":
-        weights = baselines.profit_weights(tokens.losses, method.min_probability, index, num_sequences)
-    elif method.name == "eaft":
-        assert tokens.statistics is not None
-        weights = baselines.eaft_weights(tokens.statistics, index, num_sequences)
-    elif method.name == "deft":
-        assert tokens.statistics is not None
-        weights = baselines.deft_weights(tokens.losses, tokens.statistics, index, num_sequences)
-    elif method.name == "iw_sft":
-        # An idle batch has one sequence without tokens, and no reference.
-        reference = tokens.reference_log_probability
-        reference = tokens.losses.new_zeros(num_sequences) if reference is None else reference
-        weights = baselines.iw_sft_weights(tokens.losses, reference, index, num_sequences)
-    elif method.name == "random":
+    if method.name == "random":
         # A batch without a mask is an idle one.
         kept = torch.ones_like(tokens.losses, dtype=torch.bool) if tokens.kept is None else tokens.kept
         weights = baselines.random_weights(kept, index, num_sequences)
     else:
-        weights = uniform_weights(index, num_sequences)
-        if method.name == "stored" and tokens.loss_weights is not None:  # an idle batch has none
-            weights = weights * tokens.loss_weights
+        weights = token_factors(method, tokens) * uniform_weights(index, num_sequences, tokens.losses.dtype)
     nothing = weights.new_zeros(num_sequences)
     return GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
+
+
+def token_factors(method: MethodConfig, tokens: Tokens) -> Tensor:
+    """Factors `[N]` of the uniform weights, for methods that only scale each token's loss."""
+    losses, statistics = tokens.losses, tokens.statistics
+    if method.name == "custom" and len(losses):  # a function need not know of idle batches
+        return call_function(method, tokens).detach().to(losses.dtype)
+    if method.name in ("dft", "asft"):
+        return torch.exp(-losses)
+    if method.name == "profit":
+        return (torch.exp(-losses) >= method.min_probability).to(losses.dtype)
+    if method.name in ("eaft", "deft"):
+        assert statistics is not None
+        return statistics if method.name == "eaft" else baselines.deft_factors(losses, statistics)
+    if method.name == "iw_sft" and tokens.reference_log_probability is not None:  # an idle batch has none
+        reference = tokens.reference_log_probability
+        return baselines.iw_sft_factors(losses, reference, tokens.sequence_index, tokens.num_sequences)
+    if method.name == "stored" and tokens.loss_weights is not None:  # an idle batch has none
+        return tokens.loss_weights
+    return torch.ones_like(losses)
+
+
+def call_function(method: MethodConfig, tokens: Tokens) -> Any:
+    """Call the function of `custom` on the tokens of a micro-batch, of which it gets copies."""
+    assert method.function is not None  # the recipe's rules
+    index, num_tokens = tokens.sequence_index, tokens.num_tokens().long()
+    first = num_tokens.cumsum(0) - num_tokens
+    values = vars(tokens) | {
+        "probabilities": torch.exp(-tokens.losses),
+        "entropies": tokens.statistics,
+        "positions": torch.arange(len(index), device=index.device) - first[index],
+    }
+    inputs = {name: x.clone() if isinstance(x := values[name], Tensor) else x for name in method.function_inputs}
+    return load_function(method.function, method.function_digest)(**inputs, **method.options)
+
+
+@cache
+def load_function(function: str, digest: str | None) -> Callable[..., Any]:
+    """Run the file of `FILE.py:FUNCTION`, again for each `digest`, and return the function. It can import modules
+    beside it and in the working directory."""
+    path, _, name = function.rpartition(":")
+    sys.path += [folder for folder in (str(Path(path).parent), os.getcwd()) if folder not in sys.path]
+    return run_path(path, run_name=Path(path).stem)[name]
+
+
+def check_function(method: MethodConfig, device: torch.device | None = None) -> None:
+    """Try the function of `custom` on made-up tokens, before a model is loaded. Raises UserError if it fails, or its
+    factors are not `[N]`, finite, at least 0 and the same in a second call; does nothing for other methods."""
+    if method.name != "custom":
+        return
+    # Certain and nearly impossible tokens, utilities of both signs.
+    columns = ((0.0, 1e-4, 0.7, 2.3, 20.0, 1.0), (0, 0, 0, 0, 1, 1), (0.0, 3e-3, -0.5, 40.0, -2.0, 0.1))
+    losses, index, utilities = (torch.tensor(column, device=device) for column in columns)
+    tokens = Tokens(losses, index, 2, utilities, statistics=losses / 2)
+    try:
+        factors, again = (call_function(method, tokens) for _ in range(2))
+        is_valid = isinstance(factors, Tensor) and factors.shape == losses.shape and torch.equal(factors, again)
+        found = "" if is_valid and ((factors >= 0) & factors.isfinite()).all() else f"{factors}, then {again}"
+    except Exception as error:
+        place = extract_tb(error.__traceback__)[-1]
+        found = f"{type(error).__name__} in {place.filename}:{place.lineno} ({first_line(error)})"
+    if found:
+        expected = "a tensor [6] of finite factors of at least 0, the same in two calls"
+        raise UserError(f"method.function: {method.function}: found {found}, for 6 made-up tokens; expected {expected}")
 
 
 def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
@@ -104,7 +159,7 @@ def alpha_of_micro_batch(
 
 def has_local_alpha(method: MethodConfig) -> bool:
     """Whether alpha belongs to a sequence or a micro-batch, rather than to the global batch."""
-    if not method.uses_utilities or method.alpha == "none":
+    if method.applied_alpha == "none":
         return False
     return method.alpha == "effective_sample_size" or method.alpha_scope == "micro_batch"
 
@@ -116,11 +171,9 @@ def alpha_of_global_batch(
     methods without one. `loss`, `weighted_loss`: nats, of the batch; `utility_moments`: `[5]`, summed over it."""
     if has_local_alpha(method):
         return None
-    if not method.uses_utilities:
-        return 1.0
-    if method.alpha == "loss_ratio":
+    if method.applied_alpha == "loss_ratio":
         return float(loss_ratio_alpha(loss, weighted_loss, method.alpha_cap))
-    if method.alpha == "variance":
+    if method.applied_alpha == "variance":
         return float(variance_alpha(*utility_variances(utility_moments), method.alpha_cap))
     return 1.0
 

@@ -20,7 +20,6 @@ from vcore_ds.engine.flat_shards import (
 )
 from vcore_ds.engine.muon import write_muon_direction
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
-from vcore_ds.method.baselines import dft_weights
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
 from vcore_ds.method.optimizers import adam_direction
 from vcore_ds.method.weights import segment_sum, uniform_weights
@@ -127,10 +126,9 @@ class Direction:
                 index = batch.sequence_index().to(losses.device)
                 num_tokens = segment_sum(torch.ones_like(losses), index, batch.num_sequences)
                 shares = sequence_shares(num_tokens, counts, normalization)
-                if loss_weights == "dft":
-                    weights = dft_weights(losses, index, batch.num_sequences)
-                else:
-                    weights = uniform_weights(index, batch.num_sequences)
+                weights = uniform_weights(index, batch.num_sequences, losses.dtype)
+                if loss_weights == "dft":  # probabilities
+                    weights = torch.exp(-losses.detach()) * weights
                 loss = (token_coefficients(weights, index, shares) * losses).sum()
                 engine.backward(loss)
                 parts.append(loss.detach().double())

@@ -172,8 +172,8 @@ def _measure(
     probe_size = plan.probe_batch_size_global or len(feed.probe_dataset)
     num_trusted = None if trusted is None else len(trusted)
     measured, probe_ids = choose_sequences(list_shares(dataset), num_trusted, probe_size, num_sequences, seed)
-    if not method.uses_utilities:
-        console.say(f"Note: method {method.name} has no utilities; measured with method.name=vcore")
+    if method.name != "vcore":
+        console.say(f"Note: measured with method.name=vcore in place of {method.name}")
     engine = build_engine(plan_settings, ds_config)
     check_start(engine, feed)
     mark("measuring utilities")
@@ -226,9 +226,9 @@ def choose_sequences(
 
 
 def _with_utilities(recipe: Recipe) -> Recipe:
-    """Return the recipe, with VCORE in place of a method without utilities."""
+    """Return the recipe, with VCORE in place of another method."""
     method = recipe.method
-    if not method.uses_utilities:
+    if method.name != "vcore":
         method = MethodConfig(name="vcore", kl_budget=0.05, normalization=method.normalization)
     return recipe.model_copy(update={"method": method})
 

@@ -71,7 +71,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
         Section("gained", "What gained and lost weight", "Gained and lost", compare_weights(runs)),
         Section("map", "Utility against loss", "Utility and loss", [Drawing("density", [] if has_utilities else [
-            "No utilities were recorded: only `method.name: vcore` has them."])], in_text=False),
+            "No utilities were recorded: the method does not use them."])], in_text=False),
         Section("curves", "Curves", "Curves", [ABOUT_CURVES, Drawing("charts"), *(
             [f"Constant over the run: {'; '.join(constants)}."] if constants else [])], in_text=False),
         Section("cost", "Time by phase", "Time", make_phases(runs)),
@@ -226,7 +226,7 @@ def _token_table(caption: str, rows: Sequence[Row]) -> Table:
 def summarize(runs: Sequence[ReportedRun]) -> str:
     """One sentence: the models and the methods."""
     models = dict.fromkeys(run.recipe.model.path for run in runs)
-    return f"{', '.join(models)} fine-tuned with {', '.join(dict.fromkeys(run.recipe.method.name for run in runs))}."
+    return f"{', '.join(models)} fine-tuned with {', '.join(dict.fromkeys(run.recipe.method.title for run in runs))}."
 
 
 def results_table(runs: Sequence[ReportedRun]) -> Table:
@@ -260,4 +260,4 @@ def _measure_results(run: ReportedRun) -> dict[str, str]:
     amounts = {"step": run.num_steps, "sequence": run.total("sequences"), "token": run.total("supervised_tokens")}
     amounts["rank"] = run.environment.get("world_size") or 0
     amount = ", ".join(count(number, name) for name, number in amounts.items() if number)
-    return results | {"training": f"{run.recipe.method.name}, {amount}: {duration(run.total('seconds'))}"}
+    return results | {"training": f"{run.recipe.method.title}, {amount}: {duration(run.total('seconds'))}"}
