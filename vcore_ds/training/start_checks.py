@@ -198,9 +198,9 @@ def _mean_difference(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().masked_fill(equal, 0.0).mean(0)) if len(left) else 0.0
 
 
-NUM_DERIVATIVE_TOKENS = (32, 31)
+NUM_DERIVATIVE_TOKENS = (64, 63)
 """Last tokens of the first training sequence: in the loss that is differentiated, and in that whose gradient is the
-vector."""
+vector. Of 32 tokens, reverse mode in bf16 was 8% off on 3 of 10 traces (SmolLM2-135M); of 64, at most 2.5%."""
 
 
 def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
