@@ -33,7 +33,6 @@ from vcore_ds.common.paths import (
 )
 from vcore_ds.config.load import make_override, read_resolved_recipe
 from vcore_ds.config.schema import Recipe, differing_keys
-from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
 if TYPE_CHECKING:
@@ -323,20 +322,17 @@ def _holds_this_run(recipe: Recipe) -> bool:
             f"run.output_dir: with {go_on}, the new run begins from the result of this one"
         )
     result = export_folder(folder, is_adapter=recipe.lora is not None)
-    if result.exists() and not _is_longer(recipe.schedule, earlier.schedule):
+    now, before = recipe.schedule, earlier.schedule
+    lengths = (now.num_steps, before.num_steps), (now.num_epochs, before.num_epochs)
+    # Steps and epochs are compared once the data are read: a shorter schedule finds no checkpoint to continue from.
+    is_longer = all(new is None or old is None or new > old for new, old in lengths)
+    if result.exists() and not is_longer:
         raise FinishedRun(
             f"run.output_dir: {folder}: holds a run that has finished, with its result in "
             f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir (with "
             f"{go_on} to go on from the result), or raise schedule.num_steps to make the run longer"
         )
     return True
-
-
-def _is_longer(now: ScheduleConfig, before: ScheduleConfig) -> bool:
-    """Whether a schedule has more steps or epochs than that of the earlier run."""
-    lengths = (now.num_steps, before.num_steps), (now.num_epochs, before.num_epochs)
-    # Steps and epochs are compared once the data are read: a shorter schedule finds no checkpoint to continue from.
-    return all(length is None or earlier is None or length > earlier for length, earlier in lengths)
 
 
 def _check_branch(recipe: Recipe, checkpoint: Path) -> None:

@@ -249,7 +249,9 @@ class _TangentGatherer:
             elif isinstance(tangent, LowRank):
                 tangent = tangent.matrix()
             elif tangent is not None and self._direction.rank is not None:
-                value = _without_larger_storage(value)
+                # PyTorch gives a tangent the storage size of its value. On one rank a parameter is a view of all
+                # parameters' shards: for the few small ones without factors it would allocate zeros for all of them.
+                value = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
             module.__dict__[name] = make_dual_if_any(value, tangent)
             if tangent is not None:
                 self._dual_parameters.add(id(parameter))
@@ -266,13 +268,6 @@ class _TangentGatherer:
         clear_low_rank_tangents(module)
         for name in module._parameters:
             module.__dict__.pop(name, None)
-
-
-def _without_larger_storage(value: Tensor) -> Tensor:
-    """Copy a view of a larger tensor; return any other tensor as it is. For the few small parameters without low-rank
-    factors: PyTorch gives a tangent the storage size of its value, and on one rank, where a parameter is a view of all
-    parameters' shards, it would allocate zeros for all of them."""
-    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _gather_units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[nn.Module, list[nn.Module]]]:
