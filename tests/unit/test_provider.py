@@ -128,5 +128,5 @@ def test_resuming_with_another_tensor_parallel_size_is_refused_with_the_remedy(t
     there, here = (make_recipe(tensor, run={"output_dir": str(tmp_path / "run")}) for tensor in (2, 4))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(there))
-    with pytest.raises(UserError, match=r"(?s)parallel.tensor: 2 there, 4 here.*export it \(vcore-ds export\)"):
+    with pytest.raises(UserError, match=r"(?s)parallel.tensor: 2 there, 4 here.*model.path="):
         can_resume(here)
