@@ -71,7 +71,7 @@ def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_pa
     arguments += ["--epsilons", "1e-5", "--ranks", "4", "64", "--output", str(output)]
     output_text = run_fidelity(arguments, tmp_path / "log", num_ranks=2)
     report = read_report(output)
-    assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in output_text
+    assert report["recipe"]["method"]["name"] == "sft" and "method.name=vcore in place of sft" in output_text
     assert report["probe_batch_size"] == 2
     jvp, fp8, searched, short = report["estimators"]
     assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1

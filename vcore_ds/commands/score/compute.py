@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepModel
@@ -156,8 +157,10 @@ class Scoring:
         """Predict the memory of a rank and, except on an unknown GPU, the time of the remaining passes, by the formulas
         of `vcore-ds plan`."""
         estimate = memory.estimate
-        most = gib(estimate.peak_bytes + estimate.margin_bytes, 1)
-        text = f"Predicted: {gib(estimate.peak_bytes, 1)} to {most} GiB of memory for each rank"
+        # On a CPU libraries and data, which are loaded already, share the memory: 0.6 GiB.
+        peak_bytes = estimate.peak_bytes + (psutil.Process().memory_info().rss if device().type == "cpu" else 0)
+        most = gib(peak_bytes + estimate.margin_bytes, 1)
+        text = f"Predicted: {gib(peak_bytes, 1)} to {most} GiB of memory for each rank"
         settings, plan, cluster = memory.settings, self.plan, _find_cluster(self.inputs.recipe.model.precision)
         if cluster is None:
             return text
