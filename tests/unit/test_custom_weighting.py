@@ -61,6 +61,10 @@ def test_inputs_are_those_of_the_supervised_tokens(folder: Path) -> None:
     weights = token_weights(recipe.method, tokens).weights
     assert weights.tolist() == pytest.approx(expected.tolist()) and not weights.requires_grad
     assert losses.tolist() == pytest.approx([0.1, 3.0, 0.2, 0.1, 2.0])
+    (folder / "root.py").write_text("def f(losses, probabilities):\n    return losses.sqrt() - 1 + probabilities * 0\n")
+    tokens = Tokens(torch.tensor([-1e-7, 4.0]), torch.tensor([0, 0]), 1)  # the loss of a certain token, by rounding
+    weights = token_weights(load(folder, "method.function=root:f").method, tokens).weights
+    assert weights.isnan().tolist() == [True, False] and weights[1] == 0.5, "no negative factor is trained on"
     memory = MemorySettings(num_ranks=1, main_tokens=8, probe_tokens=8, estimator="jvp", is_fused=True)
     passes = derive_passes(derive_plan_settings(recipe), memory)
     assert passes.probe is not None and passes.utility == FORWARD  # of the entropies

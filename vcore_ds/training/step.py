@@ -98,7 +98,7 @@ def train_step(
     measured |= measure_expert_load(engine.module, layout.size("expert"))
     if totals["num_non_finite"] > 0:
         sequences = describe_sequences(recorder.non_finite_sequence_ids(), main[0].sequence_parallel)
-        cause = " (or a factor of method.function)" if method.name == "custom" else ""
+        cause = " (or a factor of method.function is not, or is negative)" if method.name == "custom" else ""
         raise NonFiniteLoss(f"the loss is not finite{cause}; {sequences}")
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.

@@ -67,7 +67,8 @@ def token_factors(method: MethodConfig, tokens: Tokens) -> Tensor:
     """Factors `[N]` of the uniform weights, for methods that only scale each token's loss."""
     losses, statistics = tokens.losses, tokens.statistics
     if method.name == "custom" and len(losses):  # a function need not know of idle batches
-        return call_function(method, tokens).detach().to(losses.dtype)
+        factors = call_function(method, tokens).detach().to(losses.dtype)
+        return factors.where(factors >= 0, torch.nan)  # a negative one ends the run, as one that is not finite does
     if method.name in ("dft", "asft"):
         return torch.exp(-losses)
     if method.name == "profit":
@@ -88,8 +89,10 @@ def call_function(method: MethodConfig, tokens: Tokens) -> Any:
     assert method.function is not None  # the recipe's rules
     index, num_tokens = tokens.sequence_index, tokens.num_tokens().long()
     first = num_tokens.cumsum(0) - num_tokens
+    losses = tokens.losses.clamp(min=0.0)  # rounding makes a few negative, whose roots would be NaN
     values = vars(tokens) | {
-        "probabilities": torch.exp(-tokens.losses),
+        "losses": losses,
+        "probabilities": torch.exp(-losses),
         "entropies": tokens.statistics,
         "positions": torch.arange(len(index), device=index.device) - first[index],
     }

@@ -26,6 +26,10 @@ from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 
+NUM_COMPARED = 64
+"""Maximum tokens of the text. Of 32, reverse mode in bf16 was 8% off on 3 of 10 traces (SmolLM2-135M); of 64, at most
+2.5%."""
+
 LARGEST_ROUNDING = 0.25
 """Largest relative difference of derivatives in half precision and in fp32 that is rounding."""
 

@@ -20,7 +20,7 @@ from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization, loss_ratio_alpha
 from vcore_ds.models.causal_lm import use_eager_attention
-from vcore_ds.utility.derivative_check import compare_derivatives
+from vcore_ds.utility.derivative_check import NUM_COMPARED, compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.unsharded import UnshardedEngine, unsharded_engine
@@ -305,7 +305,7 @@ def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
 def _check_derivatives(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare both modes on the first tokens (`utility.derivative_check`). Raises UserError if they differ, as where an
     architecture's forward disables gradients: forward mode differentiates there."""
-    ids = batch.input_ids[:1, :_NUM_CHECKED]
+    ids = batch.input_ids[:1, :NUM_COMPARED]
     similar = ids[:, 1:] if ids.shape[1] > 2 else ids
     derivatives = compare_derivatives(engine, Batch([0], ids, ids), Batch([0], similar, similar))
     if not derivatives.agree:
