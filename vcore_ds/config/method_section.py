@@ -132,7 +132,8 @@ def read_function(written: str, options: Mapping[str, Any], folders: Sequence[Pa
     if file is None:
         raise ValueError(key, written, f"MODULE:FUNCTION or FILE.py:FUNCTION, found in {folders[0]} or sys.path", ())
     try:
-        body = ast.parse(file.read_bytes()).body
+        source = file.read_bytes()
+        body = ast.parse(source).body
     except SyntaxError as error:
         raise ValueError(key, written, f"Python in {file}:{error.lineno} ({error.msg})", ()) from None
     functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
@@ -150,5 +151,5 @@ def read_function(written: str, options: Mapping[str, Any], folders: Sequence[Pa
     if foreign := [option for option in options if option not in own]:
         raise ValueError("method.options", foreign[0], f"parameters of {name}: {', '.join(own) or 'none'}", own)
     inputs = [name for name in parameters if name in known]
-    digest = hashlib.sha256(name.encode() + b"\0" + file.read_bytes()).hexdigest()
+    digest = hashlib.sha256(name.encode() + b"\0" + source).hexdigest()
     return {"function": f"{file}:{name}", "function_inputs": inputs, "function_digest": digest}

@@ -40,7 +40,7 @@ def find_export(path: str, key: str, kind: str) -> tuple[Path, dict[str, Any]] |
     is_checkpoint = folder.parent.name == "checkpoints"
     run = folder.parents[1] if is_checkpoint else folder
     with reading(key, folder, "a run, a checkpoint, a model or an adapter"):
-        # False in a folder that may not be read: reading the model says so.
+        # False without permission to read the folder, which loading the model reports.
         if not os.path.isfile(run / RECIPE) or os.path.isfile(folder / "config.json"):
             return None
         try:
@@ -112,9 +112,8 @@ def use_results(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{section}.{name}", str(error)
         if kind == "adapter" and own:
             values["model"].setdefault("path", own["model.path"])
-            part.setdefault(
-                "target_modules", own["lora.target_modules"]
-            )  # compared with the weights when they are read
+            # Compared with the adapter's layers when its weights are read.
+            part.setdefault("target_modules", own["lora.target_modules"])
             for key in ("lora.rank", "lora.alpha"):
                 if (value := part.setdefault(key[5:], own[key])) != own[key]:
                     yield key, f"{key}: found {value}; expected {own[key]}, as lora.adapter has (or no such key)"

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
 from vcore_ds.common.errors import UserError
@@ -55,7 +56,7 @@ class AdapterWeights:
     """The adapter of a finished run, for a run whose checkpoints were removed."""
 
     def __init__(self, folder: Path):
-        self.name, file = folder.name, "adapter_model.safetensors"
+        self.name, file = folder.name, SAFETENSORS_WEIGHTS_NAME
         self.digest = compute_file_digest(folder / file)
         self.base_digest = read_card_metadata(folder / CARD).get("base_digest")
         self._tensors = read_header(folder / file)
@@ -133,8 +134,9 @@ def export_run(
     with reading("RUN", run, "the folder of a run"):
         trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
-    folder = output if output is not None else run / "export" / (Path("chat") if reuse else Path(trained.name, kind))
-    if reuse:
+    folder = output if output is not None else run / "export" / trained.name / kind
+    if reuse:  # never a folder of the user's: what it holds is deleted
+        folder = run / "export" / "chat"
         if read_card_metadata(folder / CARD).get("checkpoint") == trained.digest:
             return folder
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepModel
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
@@ -186,7 +187,7 @@ class Scoring:
         """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
         digests = {name: trusted.digest for name, trusted in self.sets.items()}
         if (lora := self.inputs.recipe.lora) is not None and lora.adapter is not None:
-            digests["lora.adapter"] = compute_file_digest(Path(lora.adapter, "adapter_model.safetensors"))
+            digests["lora.adapter"] = compute_file_digest(Path(lora.adapter, SAFETENSORS_WEIGHTS_NAME))
         identity = describe_inputs(flat_values(self.inputs.recipe), self._description(), ds_config, digests)
         with writing("--output", self.folder, NEW_FOLDER):
             resume_or_begin(self.folder, identity, console.say, again=self.inputs.again)
