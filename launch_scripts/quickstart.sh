@@ -27,11 +27,11 @@ import sys
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name that torch 2.8 knows
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from vcore_ds.commands.cli import launch  # noqa: E402
+from vcore_ds.commands.cli import end_process, launch  # noqa: E402
 from vcore_ds.common.imports import lasting_imports  # noqa: E402
 
 with lasting_imports():
     from vcore_ds.commands.quickstart.session import RECIPE, finish, prepare
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, after=finish))
+    end_process(launch(str(RECIPE), sys.argv[1:], before=prepare, after=finish))

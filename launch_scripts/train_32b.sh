@@ -22,7 +22,8 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name that torch 2.8 knows
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, repository)
-from vcore_ds.commands.cli import launch  # noqa: E402
+from vcore_ds.commands.cli import end_process, launch  # noqa: E402
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    sys.exit(launch(os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_math_full.yaml"), sys.argv[1:]))
+    recipe = os.path.join(repository, "launch_scripts", "recipes", "qwen3_32b_math_full.yaml")
+    end_process(launch(recipe, sys.argv[1:]))

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -67,6 +69,31 @@ def fork(arguments: list[str], folder: Path, *, num_ranks: int = 1) -> Run:
 def run_script(arguments: Sequence[str]) -> int:
     """Do what train_32b.sh does on each rank. `test_stops.py` starts the script itself under the deepspeed launcher."""
     return launch(RECIPE, arguments)
+
+
+ENDS = """
+import atexit, sys, threading, time, torch
+from vcore_ds.commands.cli import end_process
+
+def multiply():
+    while True:
+        torch.mm(matrix, matrix)
+
+torch.set_num_threads(1)
+matrix = torch.ones(1000, 1000)
+threading.Thread(target=multiply, daemon=True).start()
+time.sleep(0.1)
+sys.stdout = open(1, "w", buffering=1 << 16, closefd=False)
+atexit.register(print, "atexit")
+print("result")
+end_process(85)
+"""
+
+
+def test_a_thread_that_waits_in_torch_does_not_abort_a_process_that_ends() -> None:
+    """It waits for the GIL in C++, as gloo's threads may: with `sys.exit` the process ends by SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (85, "result\natexit\n"), done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,16 @@
 """The command line: parse, dispatch, and turn an expected failure into one message and its exit code."""
 
 import argparse
+import atexit
 import os
 import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from vcore_ds.commands import (
     chat,
@@ -80,6 +83,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return EXIT_UNREAD
     return 0
+
+
+def run() -> NoReturn:
+    """Run the command of this process's arguments, and end the process."""
+    end_process(main())
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process with an exit code, after its atexit handlers, without finalizing the interpreter: a gloo thread
+    that waits for the GIL then, to free the tensors of its last collective, aborts a process whose run has succeeded
+    (https://github.com/pytorch/pytorch/pull/179291). DeepSpeed's modules keep such threads alive."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def launch(
@@ -156,4 +175,4 @@ def _report(error: UserError | RunFailed | RunStopped) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

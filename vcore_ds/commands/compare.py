@@ -262,10 +262,8 @@ def _make_table(results: Sequence[Result]) -> "Table":
             if difference.two_way is not None:
                 cells += [_interval(difference.two_way.interval), format_p_value(difference.two_way.p_value)]
             else:
-                cells += [
-                    format_p_value(difference.sign_flip_p_value),
-                    f"{difference.num_better}/{difference.num_worse}",
-                ]
+                better_worse = f"{difference.num_better}/{difference.num_worse}"
+                cells += [format_p_value(difference.sign_flip_p_value), better_worse]
         rows.append([one.side, *cells, f"{one.truncated_share:.1%}", f"{one.mean_tokens:,.0f}"])
     return Table(caption, [*head, "truncated", "tokens"], rows)
 

@@ -1,5 +1,6 @@
 """The result of a run but for its weights: the model card, and a rehearsal at the start of the run."""
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
@@ -46,7 +46,10 @@ def make_model_card(
     base = base or identify_base_model(model)
     names = dict.fromkeys(Path(path).name for path in data.paths().values())
     tasks = [item for path in evaluations for item in read_evaluation(path, "--evaluation").tasks.items()]
-    last_step = _find_last_step(run)
+    try:
+        last_step = int(run_folder.read_run_metrics(run)[-1]["step"] or 0)
+    except UserError:  # removed or damaged, and optional for the card
+        last_step = None
     num_steps = last_step if step is None else step
     after = "" if num_steps is None else f" for {num_steps:,} optimizer steps"
     trained = "all parameters" if kind == "model" else "LoRA"
@@ -81,13 +84,6 @@ def make_model_card(
         *(f"Accuracy on {name}: {one.accuracy:.1%} of {one.num_problems:,} problems" for name, one in tasks),
     ]
     return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", f"# {title}", *paragraphs]) + "\n"
-
-
-def _find_last_step(run: Path) -> int | None:
-    try:
-        return int(run_folder.read_run_metrics(run)[-1]["step"] or 0)
-    except UserError:  # removed or damaged, and optional for the card
-        return None
 
 
 def _list_losses(run: Path) -> Iterator[str]:
@@ -128,13 +124,9 @@ def write_without_weights(
     stored = FolderWeights(path, describe_weights(path, dtype))
     split = model_folder.plan_files(stored.stored, model_folder.MAX_FILE_BYTES)
     unfinished = model_folder.begin(folder, num_bytes=0)
-    for file, _ in model_folder.collect_files(split, _stream_names(stored)):
+    weights = ((name, stored.weights[name]) for group in stored.groups for name in group.names)
+    names = itertools.chain(stored.stream(weights), dict.fromkeys(stored.copied).items())  # and no values
+    for file, _ in model_folder.collect_files(split, names):
         (unfinished / file).touch()
     model_folder.write_config(unfinished, path, dtype, is_complete=stored.is_complete)
     model_folder.finish(folder, tokenizer, card, split)
-
-
-def _stream_names(stored: FolderWeights) -> Iterator[tuple[str, Tensor | None]]:
-    """Stream the tensors to be written as `save_hugging_face` does, without their values."""
-    yield from stored.stream((name, stored.weights[name]) for group in stored.groups for name in group.names)
-    yield from dict.fromkeys(stored.copied).items()

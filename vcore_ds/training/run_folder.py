@@ -159,24 +159,20 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     # Like `distributed.device.uses_gpu`, but without its error.
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     precision = "fp32" if computes_in_fp32() else "native"
+    versions = {"vcore_ds": __version__, "torch": torch.__version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {"vcore_ds": __version__, "torch": torch.__version__, **_list_versions()},
+        "packages": versions,
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
         "cpu": {"instructions": torch.backends.cpu.get_cpu_capability(), "bf16_products": precision},
         "world_size": world_size,
     }
-
-
-def _list_versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def _git_commit() -> str | None:

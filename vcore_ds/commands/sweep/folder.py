@@ -33,7 +33,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import find_or_assume_shape
-from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
+from vcore_ds.planning.settings import derive_plan_settings
 
 MOST_RUNS = 1000  # SLURM numbers the tasks of an array up to 1,000, unless a site says otherwise
 _MANY_RANKS = 192  # taken where a run's world size is not known: nodes of 4, 6 and 8 GPUs divide it
@@ -168,7 +168,8 @@ def _resolve(
             set_here = (make_override("run.output_dir", folder), make_override("run.seed", 0))
             recipe = load_recipe(sweep.recipe, [*sweep.common, *cell.overrides, *set_here])
             settings = derive_plan_settings(recipe)
-            num = num_ranks or _find_divisible_ranks(settings)
+            sizes = [k for k in (settings.batch.sequence_parallel, settings.probe.sequence_parallel) if k != "auto"]
+            num = num_ranks or settings.parallel.tensor * math.lcm(_MANY_RANKS, settings.parallel.expert, *sizes)
             deepspeed_config(settings, plan_batch(settings, num, find_or_assume_shape(recipe.model.path)))
         except UserError as error:
             for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
@@ -186,12 +187,6 @@ def _resolve(
             for problem, where in problems.items()
         )
     return runs
-
-
-def _find_divisible_ranks(settings: PlanSettings) -> int:
-    """Find a world size that the tensor-, expert- and sequence-parallel sizes divide."""
-    sizes = [k for k in (settings.batch.sequence_parallel, settings.probe.sequence_parallel) if k != "auto"]
-    return settings.parallel.tensor * math.lcm(_MANY_RANKS, settings.parallel.expert, *sizes)
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
