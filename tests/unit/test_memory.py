@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
@@ -12,10 +14,12 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import EngineConfig, LoraConfig
 from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
-from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B
+from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, parse_shape
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import ParameterCounts, parameter_counts
@@ -175,6 +179,66 @@ def test_a_narrow_models_blocks_of_logits_are_larger_on_a_gpu() -> None:
             kept_in_loss[hidden_size, on_gpu] = phases["main"]["loss"]
     assert kept_in_loss[1024, True] - kept_in_loss[1024, False] == 3 * 256 * 2**20 * 3 // 2
     assert kept_in_loss[2048, True] == kept_in_loss[2048, False]
+
+
+NUM_TOKENS = 96
+SIZES = dict(hidden_size=96, head_dim=32, intermediate_size=160)
+LAYERS = {  # model type, sizes, and bytes of `1 + weight` in fp32 that the norms of Gemma save
+    "dense": (None, SIZES, 0),
+    "moe": ("qwen3_moe", dict(SIZES, moe_intermediate_size=48, mlp_only_layers=[]), 0),
+    "four norms": ("gemma3_text", dict(SIZES, num_key_value_heads=2), 4 * (4 * 96 + 2 * 32)),
+}
+
+
+def count_saved_bytes(model: TokenLossModel) -> int:
+    """Count the bytes of the tensors that autograd saves in a forward, parameters apart."""
+    for module in model.modules():
+        if isinstance(module, TokenDropout):
+            module.token_keys = torch.ones(1, NUM_TOKENS, dtype=torch.int32)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = model(*tiny.inputs(tiny.make_batch(1, NUM_TOKENS)))
+    del losses
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in parameters)
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.1], ids=["all parameters", "adapters", "adapters with dropout"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_keeps_what_autograd_saves(layer: str, dtype: torch.dtype, dropout: float | None) -> None:
+    """Exactly, with and without activation checkpoints."""
+    kind, sizes, constants = LAYERS[layer]
+    lora = None if dropout is None else LoraConfig(rank=4, alpha=8, dropout=dropout)
+    settings = MemorySettings(num_ranks=1, main_tokens=NUM_TOKENS, lora=lora, number_bytes=dtype.itemsize)
+    options = dict(lora=lora is not None, dropout=dropout or 0.0, dtype=dtype, moe_kind=kind, on_experts=False)
+    saved, estimated, backward = {}, {}, {}
+    for is_checkpointed in (False, True):
+        kept, phases = [], []
+        for num_layers in (1, 2):
+            model = tiny.token_loss_model(
+                checkpointing=is_checkpointed, num_hidden_layers=num_layers, **options, **sizes
+            )
+            kept.append(count_saved_bytes(model))
+            shape = parse_shape(model.base.config.to_dict())
+            assert shape is not None
+            few_logits = replace(shape, vocabulary_size=8)  # the peak is a layer's, not the loss's
+            phases.append(
+                estimate_memory(few_logits, replace(settings, is_checkpointed=is_checkpointed)).phases["main"]
+            )
+        part = "activation checkpoints" if is_checkpointed else "activations"
+        saved[is_checkpointed] = kept[1] - kept[0] - (0 if is_checkpointed else constants)
+        estimated[is_checkpointed] = phases[1][part] - phases[0][part]
+        backward[is_checkpointed] = phases[1]["a layer's backward"]
+    assert estimated == saved
+    assert saved[True] == NUM_TOKENS * 96 * dtype.itemsize
+    # The layer that is recomputed saves the same; a norm of Llama its input, which is the checkpoint.
+    assert backward[True] - backward[False] == saved[False] - (saved[True] if layer != "four norms" else 0)
 
 
 def plan_recipe_memory(num_ranks: int, *overrides: str, on_gpu: bool = True) -> MemoryPlan:

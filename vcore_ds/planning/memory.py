@@ -194,14 +194,14 @@ class _Model:
         # Copies of a token's hidden states in an MoE layer: one for each of its experts; and in flight between ranks.
         self.copies = 0 if experts is None else settings.expert_load * experts.per_token
         self.copies_in_flight = 2 * self.copies if settings.expert > 1 else 0
-        # Width of the MLP that a token passes through, in an MoE model of an MoE layer; and of the one that recomputes
-        # its activated gate in the backward: experts save it.
-        self.mlp_width = self.recomputing_width = shape.intermediate_size
+        # Width of the MLP that a token passes through, in an MoE model of an MoE layer; and of its unrouted part, which
+        # has adapters, and with Llama's code recomputes its activated gate in the backward: experts save it.
+        self.mlp_width = self.unrouted_width = shape.intermediate_size
         if experts is not None:
             self.mlp_width = math.ceil(self.copies * experts.width) + experts.shared_width
-            self.recomputing_width = experts.shared_width
+            self.unrouted_width = experts.shared_width
         # A norm saves each number of its input in its dtype, or in fp32 with the factor of the weight's gradient.
-        self.norm_bytes = self.b if shape.has_llama_norms else _FP32 + (self.b if self.is_full else 0)
+        self.norm_bytes = self.b if shape.has_llama_norms else _FP32 * (1 + self.is_full)
 
     def estimate_gradient_pass(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Estimate the bytes of the forward and backward of one micro-batch, by kind."""
@@ -242,7 +242,7 @@ class _Model:
         between = _divide(num_tokens, self.settings.tensor)
         if self.settings.is_checkpointed:
             return between * b * shape.hidden_size * (shape.num_layers + 1)
-        last_norm = between * shape.hidden_size * (self.norm_bytes + b)
+        last_norm = between * (shape.hidden_size * (self.norm_bytes + b) + _FP32)
         return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm
 
     # Parts of a pass. With tensor parallelism a rank holds its share of the tokens' hidden states between layers.
@@ -282,39 +282,49 @@ class _Model:
 
     def _estimate_layer_kept(self, num_tokens: int) -> int:
         """Estimate the bytes of the tensors that autograd saves in a layer's forward."""
-        shape, b = self.shape, self.b
-        heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        hidden = _divide(num_tokens, self.settings.tensor) * shape.hidden_size
-        # The input of a norm; that of a recomputed layer's first norm is the checkpoint.
-        num_norms = 1 if self.settings.is_checkpointed and shape.has_llama_norms else 2
-        norms = (num_norms * hidden + shape.normalizes_heads * heads * num_tokens) * self.norm_bytes
+        shape, b, lora = self.shape, self.b, self.settings.lora
+        heads = shape.num_heads + shape.num_kv_heads
+        between = _divide(num_tokens, self.settings.tensor)
+        # The input of a norm, and the inverse of each root mean square in fp32.
+        norms = between * shape.norms_per_layer * (shape.hidden_size * self.norm_bytes + _FP32)
+        norms += num_tokens * shape.normalizes_heads * heads * (shape.head_dim * self.norm_bytes + _FP32)
+        if self.settings.is_checkpointed and shape.has_llama_norms:  # the input of the first norm is the checkpoint
+            norms -= between * shape.hidden_size * b
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
-        attention = b * 2 * heads + _FP32 * shape.num_heads
-        mlp = b * (3 * self.mlp_width - shape.has_llama_norms * self.recomputing_width)  # gate, its activation, up
+        attention = b * 2 * heads * shape.head_dim + _FP32 * shape.num_heads
+        mlp = b * (3 * self.mlp_width - shape.has_llama_norms * self.unrouted_width)  # gate, its activation, up
         # Outputs of the norms and of the gated activation: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep separate copies.
-        inputs = 0 if not self.is_full and b < _FP32 else b * (2 * hidden + num_tokens * self.mlp_width)
+        inputs = 0
+        if lora is None:
+            inputs = b * (2 * between * shape.hidden_size + num_tokens * self.mlp_width)
+        elif b == _FP32 and lora.dropout == 0:
+            num_hidden = 2 if self.unrouted_width else 1
+            inputs = b * (num_hidden * between * shape.hidden_size + num_tokens * self.unrouted_width)
         kept = norms + num_tokens * (attention + mlp) + inputs + self._estimate_kept_by_adapters(num_tokens)
         return kept + self._estimate_kept_by_routing(num_tokens)
 
     def _estimate_kept_by_routing(self, num_tokens: int) -> int:
-        """Estimate the bytes that routing saves beyond the MLPs: the experts' inputs, if they are trained; their
-        outputs, for the gradient of the routing weights; positions in the order of the experts; the probabilities."""
-        if self.shape.experts is None:
+        """Estimate the bytes that routing saves beyond the MLPs. For each expert of a token: its input, if it is
+        trained; its output and its weight, for each other's gradients; its index among the experts, the row's place in
+        their order, that of the token, and the way back; its share of the chosen probabilities. For each token: the
+        probabilities and the sum of the chosen ones. The end of each expert's rows."""
+        if (experts := self.shape.experts) is None:
             return 0
-        copies = (1 + self.is_full) * self.b * self.shape.hidden_size + 3 * _INT64
-        return num_tokens * (int(self.copies * copies) + _FP32 * self.shape.experts.num_experts)
+        copies = ((1 + self.is_full) * self.shape.hidden_size + 1) * self.b + 4 * _INT64 + _FP32
+        return num_tokens * (int(self.copies * copies) + _FP32 * (experts.num_experts + 1)) + 4 * experts.num_experts
 
     def _estimate_kept_by_adapters(self, num_tokens: int) -> int:
         """Estimate the bytes that the adapters of a layer save: their inputs in fp32, with dropout masks; and the
-        output of their first factor."""
+        output of their first factor. Routed experts have none."""
         lora, shape = self.settings.lora, self.shape
         if lora is None:
             return 0
-        inputs = num_tokens * (5 * shape.hidden_size + shape.num_heads * shape.head_dim + shape.intermediate_size)
+        has_mlp = self.unrouted_width > 0
+        inputs = (5 if has_mlp else 3) * shape.hidden_size + shape.num_heads * shape.head_dim + self.unrouted_width
         has_dropout = lora.dropout > 0
         copies = _FP32 if has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
-        return (copies + has_dropout) * inputs + 7 * _FP32 * lora.rank * num_tokens
+        return num_tokens * ((copies + has_dropout) * inputs + (7 if has_mlp else 4) * _FP32 * lora.rank)
 
     def _estimate_layer_backward(self, num_tokens: int) -> int:
         """Estimate the bytes of the recomputed layer, with checkpoints, and of the gradients of its widest

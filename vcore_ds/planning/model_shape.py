@@ -1,5 +1,6 @@
 """The few numbers of a model on which time and memory of a batch depend, from its config.json without transformers."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,6 +114,8 @@ _OTHER_NORMS = (
 )
 """Prefixes of architectures whose norms are not computed by Llama's code; others are taken to be Llama-like."""
 
+_FOUR_NORMS = re.compile(r"gemma[234]|glm4(?!.*moe)")  # architectures that also normalise outputs of attention and MLP
+
 REQUIRED_SIZES = ("num_layers", "num_heads", "hidden_size")
 
 
@@ -142,6 +145,7 @@ class ModelShape:
     normalizes_heads: bool = False  # whether queries and keys are normalised, as in Qwen3
     # Whether norms and gated MLPs are those of Llama, which keep little for the backward (`models/pointwise.py`)
     has_llama_norms: bool = True
+    norms_per_layer: int = 2  # norms of hidden states
     experts: Experts | None = None  # None for a dense model
     # Tokens of the longest sequence that the model was made for; None where its configuration does not say
     max_positions: int | None = None
@@ -259,6 +263,7 @@ def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> Mo
         is_tied=bool(config.get("tie_word_embeddings", False)),
         normalizes_heads=model_type.startswith(_NORMALIZED_HEADS),
         has_llama_norms=not model_type.startswith(_OTHER_NORMS),
+        norms_per_layer=4 if _FOUR_NORMS.match(model_type) else 2,
         experts=experts,
         max_positions=_read_max_positions(config),
     )
