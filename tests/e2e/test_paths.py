@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_created_is_refused(commands: Commands, refusal:
     """With all obstacles by one command: one function describes them for all."""
     (tmp_path / "place").mkdir()
     obstacles = make_obstacles(tmp_path / "place")
-    # The file of `reference` replaces a link.
+    # The file of `reference` is written to a link's target.
     several = list(obstacles) if name == "check" else ["a file", "a dangling link"][: 1 + (name != "reference")]
     for obstacle in several:
         check_refused(commands, refusal, tmp_path, name, *obstacles[obstacle])

@@ -37,6 +37,28 @@ def test_a_file_is_replaced_and_a_folder_never(tmp_path: Path):
     assert list_names(tmp_path) == ["folder", "new"]
 
 
+def test_only_a_regular_file_is_replaced(tmp_path: Path):
+    """Root could rename a file over /dev/null."""
+    (tmp_path / "link").symlink_to("inner/target")
+    for text in ("first", "second"):  # a dangling link, and one to a file
+        paths.write_text(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "inner" / "target").read_text() == text
+    assert list_names(tmp_path / "inner") == ["target"]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    paths.write_text(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+    with pytest.raises(ValueError), paths.write_atomically(tmp_path / "pipe"):
+        raise ValueError
+    (tmp_path / "loop").symlink_to("loop")
+    before = list_names(tmp_path)
+    for path, cause in ((tmp_path / "loop", "Too many levels"), (Path(), "Is a directory"), (Path("/"), "Is a dir")):
+        with pytest.raises(OSError, match=cause):
+            paths.write_text(path, "text")
+    assert list_names(tmp_path) == before and "pipe" in before
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path: Path, error: type[BaseException]):
     (tmp_path / "file").write_text("old")

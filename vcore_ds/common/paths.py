@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -31,9 +32,16 @@ class NoRoom(OSError):
 @contextmanager
 def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[Path]:
     """A context that yields a temporary path for a file or folder, and renames it to `path` at its end; if the block
-    raises, it is removed. An existing file is replaced; a folder that is not empty is not (OSError). `several_writers`:
-    several processes may write the same content at once; each then has a different temporary path, which stays if the
-    process is killed."""
+    raises, it is removed. An existing file is replaced, behind a symbolic link its target; a folder that is not empty
+    is not (OSError). A device or pipe is yielded itself. `several_writers`: several processes may write the same
+    content at once; each then has a different temporary path, which stays if the process is killed."""
+    if is_special(path):
+        yield path
+        return
+    if path.name in ("", ".."):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.is_symlink():
+        path = path.resolve()
     unfinished = unfinished_path(path.with_name(f"{path.name}.{os.getpid()}") if several_writers else path)
     _remove(unfinished)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +51,15 @@ def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[P
     except BaseException:
         discard(unfinished)
         raise
+
+
+def is_special(path: Path) -> bool:
+    """Whether `path` is a device, a pipe or a socket, which is written to and never replaced. Raises OSError."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not S_ISREG(mode) and not S_ISDIR(mode)
 
 
 def write_text(path: Path, text: str, *, several_writers: bool = False) -> None:
