@@ -8,8 +8,10 @@
 #   deepspeed launch_scripts/train_32b.sh --recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml methods/dft.yaml
 # This file is bash and Python at once: bash reads this part, the launchers run the part below with Python.
 set -euo pipefail
+pwd -P > /dev/null 2>&1 || { echo "vcore-ds: the working folder was removed: change to another one (cd)" >&2; exit 2; }
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$repository/.venv/bin:$PATH"
+export PYTHONSAFEPATH=1  # the working folder may hold a queue.py
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 exec python -P "$repository/vcore_ds/distributed/deepspeed_command.py" --quiet --master_port "$port" \
     "$repository/launch_scripts/train_32b.sh" "$@"

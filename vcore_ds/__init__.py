@@ -4,6 +4,7 @@ The public Python API is `__all__`, described in docs/python.md; other names may
 when they are first used: `import vcore_ds` takes no torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,10 @@ _MODULES = {
     "token_utilities": "vcore_ds.utility.one_process",
     "train": "vcore_ds.commands.python_api",
 }
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "-mvcore_ds" in "".join(sys.orig_argv):
+    # `python -m vcore_ds...` puts the working folder first on the path, where the user's queue.py would hide Python's.
+    del sys.path[0]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,9 @@ attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
 mkdir -p "$logs"
 export PATH="$PWD/.venv/bin:$PATH"
+# The working folder of a sweep may hold a queue.py; a checkout need not be installed.
+export PYTHONSAFEPATH=1
+if [[ -e launch_scripts/slurm/train.sh ]]; then export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"; fi
 # Lets a phase of a step reuse memory that another has freed, whatever the block sizes. The user's setting, under either
 # name, takes precedence.
 if [[ -z ${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}; fi

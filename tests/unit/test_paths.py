@@ -2,13 +2,16 @@
 
 import hashlib
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
+from vcore_ds.commands.cli import main
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import STEP_BYTES, cache_root, compute_file_digest
+from vcore_ds.config.load import SHIPPED_RECIPES
 
 
 def list_names(folder: Path) -> list[str]:
@@ -49,8 +52,8 @@ def test_only_a_regular_file_is_replaced(tmp_path: Path):
     paths.write_text(tmp_path / "pipe", "text")
     assert os.read(reader, 10) == b"text" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
-    with pytest.raises(ValueError), paths.write_atomically(tmp_path / "pipe"):
-        raise ValueError
+    with pytest.raises(KeyError), paths.write_atomically(tmp_path / "pipe"):
+        raise KeyError
     (tmp_path / "loop").symlink_to("loop")
     before = list_names(tmp_path)
     for path, cause in ((tmp_path / "loop", "Too many levels"), (Path(), "Is a directory"), (Path("/"), "Is a dir")):
@@ -119,6 +122,31 @@ def test_content_is_flushed_before_the_rename_and_the_folder_after_it(tmp_path: 
     flushed = ["folder.unfinished", "folder.unfinished/inner", "folder.unfinished/inner/file"]
     assert sorted(calls[:3]) == [f"flush {name}" for name in flushed]
     assert calls[3:] == ["rename folder.unfinished", "flush ."]
+
+
+def test_a_user_without_a_home_folder_gets_no_folder_called_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As in containers that run under any user id."""
+    (tmp_path / "~rows.jsonl").write_text('{"a": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME", "LOGNAME", "USER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert paths.is_readable("~rows.jsonl") and not paths.is_readable("~nouser/rows.jsonl")
+    assert paths.expand_home("~nouser/x") == Path("~nouser/x")
+    with pytest.raises(UserError, match=r"data\.cache_dir: ~.*Set HOME, XDG_CACHE_HOME or data\.cache_dir"):
+        cache_root()
+    assert cache_root("here") == Path("here") and compute_file_digest(Path("~rows.jsonl")).startswith("2:")
+    recipe = str(SHIPPED_RECIPES / "qwen3_4b_math_lora.yaml")
+    assert main(["check", recipe, "run.output_dir=~/runs/x"]) == 2
+    message = capsys.readouterr().err
+    assert 'run.output_dir: found "~/runs/x"' in message and "HOME is unset" in message
+    assert main(["check", recipe, "data.train_path=~rows.jsonl", "run.output_dir=runs/x"]) == 0
+    assert "~rows.jsonl:1: " in capsys.readouterr().out
+    assert main(["keep", "~nouser/scores", "--top", "0.5", "--output", "."]) == 2
+    assert "--output: .: is there already" in capsys.readouterr().err
+    assert list_names(tmp_path) == ["~rows.jsonl"]
 
 
 # ---- digests: every byte of a small file counts, samples throughout a large one, and none is read twice -------------

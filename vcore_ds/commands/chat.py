@@ -5,11 +5,11 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import expand_home
 from vcore_ds.common.text import check_unicode
 from vcore_ds.training.run_folder import RECIPE
 
@@ -82,7 +82,7 @@ def chat(arguments: argparse.Namespace) -> None:
 
 def export_unfinished(path: str) -> str:
     """Return the model to load: for a run without a result its newest checkpoint, exported to RUN/export/chat."""
-    run = Path(path).expanduser()
+    run = expand_home(path)
     if not (run / RECIPE).is_file() or (run / "model").is_dir() or (run / "adapter").is_dir():
         return path
     from vcore_ds.commands.export.write import export_run

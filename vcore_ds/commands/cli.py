@@ -2,8 +2,8 @@
 
 import argparse
 import atexit
+import errno
 import os
-import select
 import signal
 import sys
 import time
@@ -34,6 +34,9 @@ from vcore_ds.commands import (
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunFailed, RunStopped, UserError
+from vcore_ds.common.paths import check_working_folder
+from vcore_ds.common.standard_streams import find_output_error, repair_standard_streams
+from vcore_ds.common.text import shorten
 from vcore_ds.config.load import load_recipe
 from vcore_ds.distributed.signals import stop_signals
 
@@ -67,22 +70,16 @@ EXIT_UNREAD = 128 + signal.SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 the run failed, 2 the user's input is wrong, 85 stopped on
     request and saved, 141 the reader of the output has closed the pipe."""
-    try:
+
+    def run_command() -> None:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if arguments.command in START_RANKS:
             stop_signals.listen()  # before the command imports torch, which can take a minute
         COMMANDS[arguments.command].main(arguments)
-        sys.stdout.flush()
-    except (UserError, RunFailed, RunStopped) as error:
-        return _report(error)
-    except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        if not any(events & select.POLLERR for _, events in poll.poll(0)):  # as where `head` has closed the pipe
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        return EXIT_UNREAD
-    return 0
+        if arguments.command != "train":  # whose result is its folder, also where its log could not be written
+            sys.stdout.flush()
+
+    return _find_exit_code(run_command)
 
 
 def run() -> NoReturn:
@@ -117,9 +114,10 @@ def launch(
     if after is not None:
         parser.add_argument("--eval", action="store_true", help="evaluate the result on two small tasks at the end")
     add_overrides(parser)
-    parsed = parser.parse_intermixed_args(arguments)
-    stop_signals.listen()
-    try:
+
+    def train_and_evaluate() -> None:
+        parsed = parser.parse_intermixed_args(arguments)
+        stop_signals.listen()
         if after is not None and parsed.eval:
             evaluate.check_packages()  # a missing package must not show up after hours of training
         if before is not None:
@@ -127,9 +125,8 @@ def launch(
         train.main(parsed, says_next=after is None)
         if after is not None:
             after(Path(load_recipe(parsed.recipe, parsed.overrides).run.output_dir), parsed.eval)
-    except (UserError, RunFailed, RunStopped) as error:
-        return _report(error)
-    return 0
+
+    return _find_exit_code(train_and_evaluate)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -162,11 +159,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def _find_exit_code(work: Callable[[], None]) -> int:
+    """Do the work of a process, and return its exit code; expected failures are printed. Others are raised."""
+    repair_standard_streams()
+    try:
+        check_working_folder()
+        work()
+    except (UserError, RunFailed, RunStopped) as error:
+        return _report(error)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # of a name that a user gave: wherever a file is looked for
+            return _report(UserError(f"{shorten(str(error.filename))}: {error.strerror}; expected the name of a file"))
+        problem = find_output_error()
+        if problem is None or problem.errno != error.errno:
+            raise
+        if problem.errno == errno.EPIPE:  # as where `head` has closed the pipe
+            return EXIT_UNREAD
+        return _report(UserError(f"standard output: cannot be written: {problem.strerror}; expected room for it"))
+    return 0
+
+
 def _report(error: UserError | RunFailed | RunStopped) -> int:
     """Print the error once per node, whose ranks fail alike, and return its exit code."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         stop_signals.leave()
-        print(f"vcore-ds: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody reads it
+            print(f"vcore-ds: {error}", file=sys.stderr, flush=True)
     else:
         # The launcher kills all ranks once one exits; give local rank 0 time to print.
         stop_signals.leave(last_words_seconds=0.0)

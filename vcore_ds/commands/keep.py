@@ -59,15 +59,15 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.above is not None and arguments.within == "source":
         raise UserError("--within: found source together with --above; expected it with --top")
     output, weights = arguments.output, arguments.weights
-    origin = output.with_name(f"{output.name}.origin.json")
     if weights is not None:
         from vcore_ds.commands.token_weights import parse_sharpness, write_weights
 
         if output.suffix != ".parquet":
             raise UserError(f"--output: found {output} with --weights; expected a .parquet file of tokens")
         sharpness = parse_sharpness(weights)
-    for path in (output, origin):
-        refuse_existing(path, NEW_FILE)
+    refuse_existing(output, NEW_FILE)
+    origin = output.with_name(f"{output.name}.origin.json")  # not of `.`, which is refused
+    refuse_existing(origin, NEW_FILE)
     selection = read_kept(read_keep(arguments), name_argument)
     scores = selection.scores
     with writing("--output", output, NEW_FILE):

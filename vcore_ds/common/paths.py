@@ -159,10 +159,22 @@ def find_data_suffix(path: str | Path) -> str:
     return suffixes[-1] if suffixes and suffixes[-1] in DATA_SUFFIXES else ""
 
 
+def expand_home(path: str | Path) -> Path:
+    """Replace `~` or `~USER` by that home folder; where there is none, keep the name, as shells do: files may be called
+    ~x, for which `Path.expanduser` raises RuntimeError."""
+    return Path(os.path.expanduser(path))
+
+
+def check_working_folder() -> None:
+    """Raise UserError if the working folder has been removed, or cannot be read: libraries need it."""
+    with reading("", Path(), "a working folder: change to one that exists (cd)"):
+        os.getcwd()
+
+
 def split_source(source: str) -> tuple[str, str | None]:
     """Split NAME::CONFIGURATION of a folder or hub data set; None for no configuration."""
     name, mark, configuration = source.rpartition("::")
-    return (name, configuration) if mark and not os.path.lexists(Path(source).expanduser()) else (source, None)
+    return (name, configuration) if mark and not os.path.lexists(expand_home(source)) else (source, None)
 
 
 def can_be_hub_id(source: str) -> bool:
@@ -173,7 +185,7 @@ def can_be_hub_id(source: str) -> bool:
 
 def is_readable(source: str) -> bool:
     """Whether this process can read a file, a folder, or all files of a glob pattern."""
-    path = str(Path(split_source(source)[0]).expanduser())
+    path = str(expand_home(split_source(source)[0]))
     names = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)  # file names may contain [
     return bool(names) and all(os.access(name, os.R_OK) for name in names)
 
@@ -288,8 +300,15 @@ clocks."""
 
 
 def cache_root(cache_folder: str | None = None) -> Path:
-    """The cache folder; None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`."""
-    return Path(cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")).expanduser()
+    """The cache folder; None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`. Raises UserError if there is no
+    home folder: one called `~` would be made."""
+    root = expand_home(cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds"))
+    if root.parts[0] == "~":
+        raise UserError(
+            f"data.cache_dir: {root}: found no home folder: HOME is not set, and user id {os.getuid()} has no name; "
+            "expected one. Set HOME, XDG_CACHE_HOME or data.cache_dir"
+        )
+    return root
 
 
 def compute_file_digest(path: Path) -> str:
@@ -300,9 +319,9 @@ def compute_file_digest(path: Path) -> str:
     state = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
     # Manifests and tables, which keep the names of files, could not be written.
     check_unicode(state, str(path), "Rename the file or folder")
-    entry = cache_root() / "digests" / hashlib.sha256(state.encode()).hexdigest()[:32]
-    with suppress(OSError):
-        if (known := entry.read_text()).startswith(_RULE):
+    name = hashlib.sha256(state.encode()).hexdigest()[:32]
+    with suppress(OSError, UserError):  # without a cache it is computed each time
+        if (known := (cache_root() / "digests" / name).read_text()).startswith(_RULE):
             return known
     digest = hashlib.sha256(f"{stat.st_size} ".encode())
     if stat.st_size <= WHOLE_BYTES:
@@ -313,8 +332,8 @@ def compute_file_digest(path: Path) -> str:
             digest.update(sample)
     text = _RULE + digest.hexdigest()
     if max(stat.st_mtime_ns, stat.st_ctime_ns) < time.time_ns() - _SETTLED_NS:
-        with suppress(OSError):
-            write_text(entry, text, several_writers=True)
+        with suppress(OSError, UserError):
+            write_text(cache_root() / "digests" / name, text, several_writers=True)
     return text
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, Strict, model_validator
 
+from vcore_ds.common.paths import expand_home
 from vcore_ds.config.sections import Name, NonNegative, Positive, Section, Text
 
 FunctionInput = Literal[
@@ -126,7 +127,7 @@ def read_function(written: str, options: Mapping[str, Any], folders: Sequence[Pa
     `function_digest`. `folders` come before the Python path; a file that has moved may be in the first of them, where
     a run keeps it. Raises ValueError(key, found, expected, names that may be meant)."""
     key, (module, _, name) = "method.function", written.rpartition(":")
-    relative = Path(module).expanduser() if module.endswith(".py") else Path(f"{module.replace('.', '/')}.py")
+    relative = expand_home(module) if module.endswith(".py") else Path(f"{module.replace('.', '/')}.py")
     places = [*(folder / relative for folder in (*folders, *map(Path, sys.path))), folders[0] / relative.name]
     file = next((path.resolve() for path in places if path.is_file()), None)
     if file is None:

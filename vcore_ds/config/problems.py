@@ -5,6 +5,7 @@ A message says where the value was set, what was found, what is expected, and th
 
 import difflib
 import json
+import os
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -173,5 +174,7 @@ def _describe_field(location: tuple[str, ...], values: Any) -> str:
     key = recipe_keys()[".".join(location)]
     nearest = closest(value, key.values.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
     not_empty = ", not empty" if value in ("", [], {}) else ""
-    expected = f"{key.values}{not_empty} ({key.meaning.partition('. ')[0].rstrip('.')})"
+    has_no_home = os.path.expanduser("~") == "~" and "~" in found
+    not_home = ", not ~ where HOME is unset and the user id has no name" if has_no_home else ""
+    expected = f"{key.values}{not_empty}{not_home} ({key.meaning.partition('. ')[0].rstrip('.')})"
     return describe_problem(found, expected, [nearest] if nearest else [])

@@ -16,7 +16,16 @@ NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+
+
+def _expand_home(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.split("/")[0] == "~":
+        raise ValueError("no home folder")  # a folder called ~ would be made
+    return expanded
+
+
+PathText = Annotated[Text, AfterValidator(_expand_home)]
 """A path with `~` expanded, or an id on the hub."""
 Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
 """A part of a metric's name."""

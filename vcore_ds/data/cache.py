@@ -71,7 +71,7 @@ def find_or_make_store(
     files = sorted({Path(file.path) for file in raw_files if not file.hub})
     times = [(str(file.resolve()), file.stat().st_mtime_ns) for file in files]
     origin = json.dumps([request.describe_origin(raw_files, tokenizer), times], sort_keys=True)
-    name = f"{Path(path).stem.replace('::', '-')}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
+    name = f"{Path(path).stem.replace('::', '-')[:40]}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
     folder, limit = cache_root(settings.cache_dir) / name, settings.max_malformed
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():

@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading
+from vcore_ds.common.paths import expand_home, reading
 from vcore_ds.config.results import read_adapter_config
 from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
@@ -49,7 +49,7 @@ def identify_base_model(path: str, *, hub_id: str | None = None) -> BaseModel:
     A local folder has a hub id if it is in the hub's cache, or if vcore_ds wrote its card, which names the base model
     (the result of a run, or the quickstart's model). `hub_id`: given by the user; None to find out.
     """
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if in_cache := _IN_CACHE.search(folder.absolute().as_posix()):
         path = "/".join(in_cache.groups())
     elif folder.is_dir():

@@ -18,7 +18,12 @@ def say(text: str) -> None:
     if _steps is not None:
         _steps.write(text)
     elif layout.is_first():
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:  # a log on a full disk; the run's folder may have room, and has everything
+            return
 
 
 def warn(text: str) -> None:

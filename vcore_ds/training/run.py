@@ -88,7 +88,7 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
             result = train_together(recipe, lock, resumes)
             if says_next and layout.is_first():
-                print(f"Next: vcore-ds report {shlex.quote(str(result.folder))}", flush=True)
+                console.say(f"Next: vcore-ds report {shlex.quote(str(result.folder))}")
             return result
     finally:
         lock.release()

@@ -135,5 +135,6 @@ def evaluate_run(run: Path) -> None:
     words = ["eval", str(run), "--output", str(run / RUN_EVALUATION)]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # with what a script added
-    if subprocess.run([sys.executable, "-m", "vcore_ds.commands.cli", *words], env=environment).returncode != 0:
+    # -P: the working folder may hold a queue.py.
+    if subprocess.run([sys.executable, "-P", "-m", "vcore_ds.commands.cli", *words], env=environment).returncode != 0:
         print(f"warning: the evaluation failed; repeat it: {shlex.join(['vcore-ds', *words])}", flush=True)

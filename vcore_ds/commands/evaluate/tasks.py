@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from inspect_ai.dataset import Sample
 
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import expand_home
 from vcore_ds.common.text import check_unicode
 from vcore_ds.config.load import read_text
 from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, fill_template, math_prompt
@@ -104,7 +104,7 @@ def make_own_task(files: str, answer: Kind | None, prompt: str | None) -> Benchm
     read = readers.get(answer, read_math)
     if prompt is not None:
         if "{problem}" not in prompt:
-            prompt = read_text(Path(prompt).expanduser(), "a --prompt with {problem}, or a file with one").strip()
+            prompt = read_text(expand_home(prompt), "a --prompt with {problem}, or a file with one").strip()
         needed = ["{problem}", *(["{options}"] if answer == "choice" else [])]
         if missing := [field for field in needed if field not in prompt]:
             raise UserError(f"--prompt: found {prompt!r:.100} without {missing[0]}; expected {' and '.join(needed)}")

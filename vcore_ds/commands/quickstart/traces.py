@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import write_atomically, writing
+from vcore_ds.common.paths import expand_home, write_atomically, writing
 from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import CARD, CARD_TAG
@@ -78,7 +78,7 @@ class QuickstartData(NamedTuple):
 def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
     """Write the model into `folder` unless it is there, and the traces, which are the same every time. Raises UserError
     where a package is missing or the folder cannot be written."""
-    folder, model = Path(folder).expanduser(), prepare_model(folder)
+    folder, model = expand_home(folder), prepare_model(folder)
     print("Choosing traces by their length", flush=True)
     chosen = _choose_traces(model)
     with writing("the quickstart's folder", folder):
@@ -91,7 +91,7 @@ def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
 
 def prepare_model(folder: str | Path) -> Path:
     """Write the model into `folder` unless it is there, and return its path. Raises UserError as above."""
-    folder = Path(folder).expanduser()
+    folder = expand_home(folder)
     model = folder / MODEL_NAME
     with writing("the quickstart's folder", folder):
         folder.mkdir(parents=True, exist_ok=True)

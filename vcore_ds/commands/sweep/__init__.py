@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import getpass
 import hashlib
 import json
 import os
@@ -279,7 +278,7 @@ def find_states(sweep: SweepFolder) -> list[str]:
     """The state of each run, and `QUEUED` for one that SLURM has not started, or is about to start again."""
     try:
         jobs = set((sweep.folder / JOBS).read_text().split())
-        command = ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%F_%K"]
+        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F_%K"]
         tasks = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
     except (OSError, subprocess.TimeoutExpired):  # no job array, or SLURM does not answer
         jobs, tasks = set(), []
@@ -369,6 +368,7 @@ def _run_one(sweep: SweepFolder, run: str, num_ranks: int, log: BinaryIO, reques
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=os.environ | {"PYTHONSAFEPATH": "1"},  # the user's working folder may hold a queue.py
             start_new_session=True,  # else Ctrl-C would reach the run twice
             preexec_fn=_stop_with_parent,
         )

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic.functional_validators import BeforeValidator
 
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
-from vcore_ds.common.paths import writing
+from vcore_ds.common.paths import expand_home, writing
 from vcore_ds.config.load import load_recipe, make_override, read_yaml
 from vcore_ds.config.problems import RecipeError, describe_problem, show
 from vcore_ds.config.schema import Recipe
@@ -118,7 +118,7 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     expected = "the name of a cell, or a choice on an axis of the grid"
     check(sweep.reference in known, "reference", show(sweep.reference), expected)
     references = {cell.name: _find_reference(sweep.reference, cell, cells) for cell in cells}
-    folder = Path(sweep.output_dir).expanduser()
+    folder = expand_home(sweep.output_dir)
     return Sweep(file, folder, references, _resolve(file, sweep, cells, folder, num_ranks))
 
 

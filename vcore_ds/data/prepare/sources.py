@@ -20,6 +20,7 @@ from vcore_ds.common.paths import (
     DATA_SUFFIXES,
     can_be_hub_id,
     compute_file_digest,
+    expand_home,
     find_data_suffix,
     reading,
     split_source,
@@ -124,7 +125,7 @@ def describe_source(files: Iterable[RawFile]) -> list[dict[str, Any]]:
 def find_local_files(source: str, split: str) -> list[RawFile] | None:
     """List the files of a source as `find_files`; None for a hub id, which is not contacted."""
     name, configuration = split_source(source)
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if path.is_file():
         paths = [path]
     elif path.is_dir():
