@@ -25,7 +25,7 @@ FOLDER = REPOSITORY / "launch_scripts" / "recipes"
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS = [*PAGES, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 COMMAND = re.compile(
-    r"(?:\bvcore-ds|--module vcore_ds\.cli|-m vcore_ds\.cli) (?P<words>(?:train|check|fidelity|reference) .*)"
+    r"(?:\bvcore-ds|-m(?:odule)? vcore_ds\.commands\.cli) (?P<words>(?:train|check|fidelity|reference) .*)"
     r"|launch_scripts/(?P<script>train_32b|quickstart)\.sh(?P<arguments>.*)"
 )
 DEFAULT_RECIPES = {"train_32b": FOLDER / "qwen3_32b_math_full.yaml", "quickstart": QUICKSTART}
@@ -73,6 +73,9 @@ def make_check_words(line: str) -> list[str]:
 def test_commands_of_the_documentation_are_detected() -> None:
     documents = [document for document, _ in list_commands()]
     assert documents.count("recipes.md") >= 40 and documents.count("README.md") >= 3
+    lines = {line for page in DOCUMENTS for block in read_code_blocks(page, "") for line in block.splitlines()}
+    named = {line for line in lines if re.search(r"\b(train|check|fidelity|reference) \S+\.yaml", line)}
+    assert named - {line for _, line in list_commands()} == set()
 
 
 @pytest.mark.parametrize(("document", "line"), list_commands())

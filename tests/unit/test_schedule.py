@@ -41,6 +41,23 @@ def test_learning_rates_by_hand(keys: dict[str, Any], expected: list[float]) -> 
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"num_epochs": 1}, (4, 0)),  # 100 sequences, 32 a step: the last step goes on into the next epoch
+        ({"num_epochs": 2}, (7, 0)),
+        ({"num_epochs": 0.32}, (1, 0)),
+        ({"num_epochs": 0.33}, (2, 0)),
+        ({"num_epochs": 0.001}, (1, 0)),
+        ({"num_epochs": 8, "warmup_ratio": 0.05}, (25, 2)),  # 1.25 steps of warm-up
+        ({"num_steps": 40, "warmup_ratio": 0.05}, (40, 2)),
+    ],
+)
+def test_steps_and_warmup_are_rounded_up(keys: dict[str, Any], expected: tuple[int, int]) -> None:
+    schedule = make_schedule(**{"warmup_ratio": 0.0, **keys})
+    assert (schedule.num_steps, schedule.num_warmup_steps) == expected
+
+
+@pytest.mark.parametrize(
     ("keys", "name", "options"),
     [
         ({"kind": "cosine"}, "cosine", {}),
