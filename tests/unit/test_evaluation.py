@@ -1,5 +1,6 @@
 """Evaluations of a tiny model in this process: ends and lengths of answers, the folder, resuming, refusals."""
 
+import asyncio
 import io
 import json
 import os
@@ -29,6 +30,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import RANK_VARIABLES, Sampling, choose_sampling, evaluate_run
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
+from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
 
@@ -53,6 +55,29 @@ def adapter(base: Path) -> Path:
     folder = base.parent / "adapter"
     tiny.with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "stop_reason", "answer"),
+    [
+        ("1 + 4?", r"\boxed{5}, or", "max_tokens", "5"),
+        ("1 + 4?\n<think>\n", r"is it \boxed{5}? Let", "max_tokens", None),
+        ("1 + 4?\n<think>\n", r"4?</think>\boxed{5}, or", "max_tokens", "5"),
+        ("1 + 4?\n<think>\n", r"\boxed{5}", "stop", "5"),
+    ],
+)
+def test_thinking_that_the_prompt_opens_may_be_cut_off(
+    prompt: str, completion: str, stop_reason: str, answer: str | None
+) -> None:
+    from inspect_ai.model import ChatMessageUser, ModelName, ModelOutput
+    from inspect_ai.scorer import Target
+    from inspect_ai.solver import TaskState
+
+    asked = [ChatMessageUser(content=prompt)]
+    output = ModelOutput.from_content("m", completion, stop_reason)
+    state = TaskState(ModelName("a/m"), sample_id=1, epoch=1, input=asked, messages=asked, output=output)
+    score = asyncio.run(session.final_answer_scorer("math", AnswerChecker(5))(state, Target("5")))
+    assert (score.answer, score.value) == (answer, "C" if answer else "I")
 
 
 def answer(

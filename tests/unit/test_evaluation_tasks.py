@@ -38,7 +38,7 @@ def read(*words: str) -> "list[Sample]":
         ("olympiad", ["1606", "1610"], r"\frac{x}{2}", r"\boxed{x/2}", r"\boxed{x/3}"),
         ("math500", ["test/algebra/1.json"], r"\frac{1}{2}", r"\boxed{0.5}", "0.5"),
         ("gsm8k", ["00001"], "1002", r"\boxed{1{,}002}", r"\boxed{1000}"),
-        ("rbench", ["r1"], "F", r"\boxed{\text{(F)}}", r"\boxed{option F}"),
+        ("rbench", ["r1"], "F", r"\boxed{\text{(F)}}", r"\boxed{E or F}"),
         ("supergpqa", ["u0", "u1", "u2", "u3"], "B", r"\boxed{B}", r"\boxed{b}"),
     ],
 )

@@ -14,6 +14,7 @@ import select
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
@@ -35,15 +36,15 @@ class AnswerChecker:
         self.check = lru_cache(maxsize=4096)(self._check)
 
     def _check(self, expected: str, answer: str) -> Verdict:
-        """Compare two answers in LaTeX; `unfinished` if that takes too much time or memory."""
+        """Compare two answers (`clean_answer`); `unfinished` if that takes too much time or memory."""
         if self._process is None:
             # -P: keep the script's folder out of sys.path.
             command, pipe = [sys.executable, "-P", __file__, str(self._limit_seconds)], subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         assert self._process.stdin is not None and self._process.stdout is not None
-        line = b""
+        line, pair = b"", [clean_answer(expected), clean_answer(answer)]
         try:
-            self._process.stdin.write(json.dumps([expected, answer]).encode() + b"\n")
+            self._process.stdin.write(json.dumps(pair).encode() + b"\n")
             self._process.stdin.flush()
             if select.select([self._process.stdout], [], [], _HANG_SECONDS)[0]:
                 line = self._process.stdout.readline()
@@ -81,13 +82,12 @@ def _compare_lines(limit_seconds: int) -> None:
 
 
 Kind = Literal["math", "number", "choice", "code"]
-"""How an answer is extracted and compared. `math`: the last box, by math-verify. `number`: the same, or the last number
-without a filled box. `choice`: the last box, exactly the letter. `code`: the last block of code, graded elsewhere."""
+"""How an answer is extracted and compared. `math`: the last filled box, by math-verify. `number`: the same, or the last
+number without a filled box. `choice`: the letter in the last filled box. `code`: the last complete block with a
+program, graded elsewhere. Thinking that is cut off has no answer."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # A brace, or an escaped character such as `\{`
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
-_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def find_answer_spans(text: str) -> list[tuple[int, int]]:
@@ -104,28 +104,133 @@ def find_answer_spans(text: str) -> list[tuple[int, int]]:
     return sorted(spans)
 
 
+# One notation of answers. The rules are applied to the expected answer and to the given one alike.
+
+_SYMBOLS = {
+    **dict.fromkeys("−﹣－", "-"),
+    **dict.fromkeys("\u00a0\u2009\u202f", r"\ "),  # spaces that keep the digits of a number together
+    "⁄": "/",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": r"\div ",
+    "°": r"^\circ ",
+    "±": r"\pm ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "∅": r"\emptyset ",
+    r"\varnothing": r"\emptyset ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+}
+_SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
+_DASH = re.compile(r"(^|[\s(\[{,=])[\u2010-\u2013]\s*(?=[\d.])")  # a hyphen or en dash as a minus sign
+_FRACTION = re.compile("[¼½¾⅐-⅞]")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+_ROOT = re.compile(r"√\s?(\d+|[A-Za-z]|\([^()]*\))")
+_CURRENCY = re.compile(r"\\?\$|[€£¥₹]|\s?\b(?:dollars?|cents?|euros?|USD|EUR|GBP)\b")
+_GROUPS = r"\d{1,3}(?:(?:\\[,;:! ]|,\\!|\{,\}|~)\s*\d{3})+(?!\d)"
+_GROUPED = re.compile(rf"(?<![\d.,]){_GROUPS}")  # 1\,234
+_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")  # 1,234; inside brackets these are two numbers
+_POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])")  # 1.5e-3
+_MIXED = re.compile(r"(?<![\w./])(\d+)(?:\s|\\[ ,;])\s*(\d+)/(\d+)(?![\w/]|\.\d)")  # 3 1/2
+_TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_LEAD = re.compile(r"^\\text\s*\{[^{}]*(?:\bis|[:=])\s*\}\s*(?=\S)")  # \text{The answer is }5
+_NUMBER = re.compile(
+    rf"(?:(?<![\w)\]}}])-)?(?:\\[dt]?frac\{{\d+\}}\{{[1-9]\d*\}}|(?:{_GROUPS}|\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)"
+    r"(?:\.\d+)?(?:[eE][+-]?\d+\b|(?:\s\d+)?/[1-9]\d*)?|\.\d+)(?:\s?\\?%)?"
+)
+_LETTER = re.compile(
+    r"(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is)?:? )?\(?([A-Z])(?:[).:]+|\s[-–—]\s|$)(.*)", re.DOTALL
+)
+_FURTHER_LETTER = re.compile(r"\s*(?:[,;/&+]|and\b|or\b)\W*[A-Z](?:\W|$)")
+
+
+ANSWER_RULES = 1
+"""Version of `clean_answer`, on which the rows that `vcore-ds prepare math` keeps depend."""
+
+
+def clean_answer(text: str) -> str:
+    r"""Write an answer in one notation: LaTeX for the symbols, fractions, roots and powers of Unicode; numbers without
+    thousands separators, `1e5` as a power of ten, `3 1/2` as a mixed number; without currency, dollar signs around a
+    formula, a box, or a full stop."""
+    if boxes := _list_boxes(text):
+        text = boxes[-1]
+    text = _LEAD.sub("", _CURRENCY.sub("", _replace_symbols(text)).strip())
+    text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    if not re.search(r"[(\[{]", text):
+        text = _COMMAS.sub(lambda number: number[0].replace(",", ""), text)
+    text = _POWER.sub(r"\1\\times 10^{\2}", text)
+    text = _MIXED.sub(lambda m: rf"{m[1]}\frac{{{m[2]}}}{{{m[3]}}}" if int(m[2]) < int(m[3]) else m[0], text)
+    return text.strip().rstrip(".").strip()
+
+
+def _list_boxes(text: str) -> list[str]:
+    """List the contents of the boxes that are not empty."""
+    return [box for span in find_answer_spans(text) if (box := text[slice(*span)].strip())]
+
+
+def _replace_symbols(text: str) -> str:
+    """Replace characters by LaTeX's names."""
+    text = _FRACTION.sub(lambda one: f" {unicodedata.normalize('NFKC', one[0])}", text)
+    text = _SUPERSCRIPT.sub(lambda some: f"^{{{unicodedata.normalize('NFKC', some[0])}}}", text)
+    text = _DASH.sub(r"\1-", _ROOT.sub(r"\\sqrt{\1}", text))
+    return _SYMBOL.sub(lambda one: _SYMBOLS[one[0]], text)
+
+
+def read_letter(text: str) -> str:
+    r"""Read the letter of a choice, alone or with text beside it: `B`, `(B)`, `\text{B. Paris}`, `option B`. Returns
+    the text where it does not begin with one letter, or goes on with another: `A circle`, `A and B`."""
+    bare = _TEXT_MACRO.sub(r"\1", text).replace("$", "").strip()
+    letter = _LETTER.fullmatch(bare)
+    return text if letter is None or _FURTHER_LETTER.match(letter[2]) else letter[1]
+
+
 def final_answer(output: str, kind: Kind) -> str | None:
-    """Extract the final answer of an output, thinking included; None if there is none."""
-    if kind == "code":  # between the last two lines of backticks, as LiveCodeBench does
-        lines = output.split("\n")
-        fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
-        return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) >= 2 else None
-    spans = find_answer_spans(output)
-    boxed = output[slice(*spans[-1])].strip() if spans else ""
-    if boxed and kind == "choice":
-        # Accept `(B)`, `\text{B}` and `B.` as B.
-        bare = _TEXT_MACRO.sub(r"\1", boxed).strip().strip("().:").strip()
-        return bare if re.fullmatch(r"[A-Z]", bare) else boxed
-    if not boxed and kind == "number" and (numbers := _NUMBER.findall(output)):
-        return numbers[-1].replace(",", "")
-    return boxed or None
+    """Extract the final answer of an output, complete thinking included; None if there is none."""
+    if "<think>" in output.rpartition("</think>")[2]:
+        return None
+    if kind == "code":
+        return _find_program(output)
+    if boxes := _list_boxes(output):
+        return read_letter(boxes[-1]) if kind == "choice" else boxes[-1]
+    if kind == "number" and (numbers := _NUMBER.findall(_replace_symbols(output))):
+        return clean_answer(numbers[-1])
+    return None
+
+
+_NO_PROGRAM = frozenset({"text", "txt", "plaintext", "output", "input", "console", "json", "markdown"})
+
+
+def _find_program(output: str) -> str | None:
+    """Return the last complete block of code that is a program: its label names a language, or, where no label does, a
+    parenthesis stands in it, which samples of input and output seldom have."""
+    blocks: list[tuple[str, str]] = []
+    opened: tuple[str, int] | None = None  # label and first line
+    lines = output.split("\n")
+    for i, line in enumerate(lines):
+        if not (fence := re.match(r"\s*```+\s*([^`]*)$", line)):
+            continue
+        label = fence[1].strip().lower()
+        if opened is None or label:  # a label after a block that was not closed begins another one
+            opened = label, i + 1
+        else:
+            blocks.append((opened[0], "\n".join(lines[opened[1] : i])))
+            opened = None
+    programs = [code for label, code in blocks if label and label.split()[0] not in _NO_PROGRAM]
+    programs = programs or [code for label, code in blocks if not label and "(" in code]
+    programs = programs or [code for _, code in blocks]
+    return programs[-1] if programs else None
 
 
 def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerChecker) -> bool:
-    """Compare an answer with the expected one, LaTeX without dollar signs or a letter; False on a timeout."""
-    if answer is None or kind in ("choice", "code") or answer == expected:
+    """Compare an answer with the expected one, LaTeX or a letter; False on a timeout."""
+    if answer is None or kind in ("choice", "code"):
         return answer == expected
-    return checker.check(expected, answer) == "equivalent"
+    return clean_answer(answer) == clean_answer(expected) or checker.check(expected, answer) == "equivalent"
 
 
 # Prompts of training and evaluation: the paper's (appendices "Dataset Curation for supervised tasks" and "Evaluation

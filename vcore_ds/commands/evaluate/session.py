@@ -313,7 +313,9 @@ def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
     lock = anyio.Lock()
 
     async def score(state: TaskState, target: Target) -> Score:
-        answer = final_answer(state.output.completion, kind)
+        # Thinking that the prompt opens may be cut off too. Decoding drops a `</think>` that is a special token.
+        is_cut_off = state.output.stop_reason != "stop" and state.input_text.rstrip().endswith("<think>")
+        answer = final_answer("<think>" * is_cut_off + state.output.completion, kind)
         async with lock:  # the checker has one child process
             right = await to_thread.run_sync(is_right, answer, target.text, kind, checker)
         return Score(value=CORRECT if right else INCORRECT, answer=answer)

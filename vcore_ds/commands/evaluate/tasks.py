@@ -17,7 +17,16 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import expand_home
 from vcore_ds.common.text import check_unicode
 from vcore_ds.config.load import read_text
-from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, fill_template, math_prompt
+from vcore_ds.data.answers import (
+    CHAMP,
+    Kind,
+    choice_prompt,
+    clean_answer,
+    code_prompt,
+    fill_template,
+    math_prompt,
+    read_letter,
+)
 from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
 from vcore_ds.training.evaluation_folder import SampleResult
 
@@ -148,7 +157,7 @@ def read_math(row: Row, make_prompt: Callable[[str], str] = math_prompt) -> Samp
         row = {**row, "final_answer": ", ".join(answers)}
     question = require_text(row, "problem", "question", "Problem")
     answer = require_text(row, "answer", "Answer", "final_answer")
-    return _problem(row, ("unique_id", "id", "ID"), make_prompt(question), answer.replace("$", "").strip())
+    return _problem(row, ("unique_id", "id", "ID"), make_prompt(question), clean_answer(answer))
 
 
 def _read_gsm8k(row: Row) -> Sample:
@@ -156,14 +165,14 @@ def _read_gsm8k(row: Row) -> Sample:
     _, mark, number = require_text(row, "answer").rpartition("####")
     if not mark or not number.strip():
         raise ValueError("found no number behind #### in `answer`")
-    return _problem(row, ("id",), math_prompt(require_text(row, "question")), number.replace(",", "").strip())
+    return _problem(row, ("id",), math_prompt(require_text(row, "question")), clean_answer(number))
 
 
 def _read_choice(row: Row, make_prompt: Callable[[str, Sequence[str]], str] = choice_prompt) -> Sample:
     """Read a problem of SuperGPQA, with a list of options, or R-Bench-T, with a column per option, from A."""
     options = row.get("options", [require_text(row, letter) for letter in "ABCDEF" if letter in row])
     options = list(map(str, options)) if isinstance(options, list) else []
-    letter = require_text(row, "answer_letter", "answer")
+    letter = read_letter(require_text(row, "answer_letter", "answer"))
     if letter not in [chr(ord("A") + i) for i in range(len(options))]:
         raise ValueError(f"found {len(options)} options and the answer {letter!r:.40}")
     prompt = make_prompt(require_text(row, "problem", "question"), options)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
+from vcore_ds.data.answers import ANSWER_RULES, AnswerChecker, code_prompt, math_prompt
 from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, Supervise, render_conversation
 from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare.rows import convert_code_row, convert_math_row, read_chat_row
@@ -77,6 +77,7 @@ class PrepareRequest:
         filters["rows_version"] = _ROWS_VERSION
         if self.kind == "math":
             filters |= {"prompt": math_prompt("{ORIGINAL QUESTION}"), "math_verify": version("math-verify")}
+            filters["answer_rules"] = ANSWER_RULES
         if self.kind == "code":
             filters["prompt"] = code_prompt("{ORIGINAL QUESTION}")
         return {

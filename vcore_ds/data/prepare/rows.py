@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.data.answers import code_prompt, find_answer_spans, math_prompt
+from vcore_ds.data.answers import code_prompt, final_answer, math_prompt
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.messages import (
     SPEAKERS,
@@ -196,10 +196,9 @@ def convert_math_row(row: Any, check_answer: Callable[[str, str], str]) -> Conve
     _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
     fields = _find_texts(row, "problem", "generated_solution", "expected_answer")
     thinking, answer = _split_trace(fields["generated_solution"])
-    spans = find_answer_spans(answer)
-    if not spans:
+    if (final := final_answer(answer, "math")) is None:
         raise Dropped(NOT_BOXED)
-    verdict = check_answer(fields["expected_answer"], answer[slice(*spans[-1])])
+    verdict = check_answer(fields["expected_answer"], final)
     if verdict != "equivalent":
         raise Dropped(UNFINISHED if verdict == "unfinished" else NOT_EQUIVALENT)
     question, turn = _make_turns(math_prompt(fields["problem"].strip()), answer)
