@@ -4,11 +4,13 @@ and what it leaves as peft has it."""
 import copy
 import json
 
+import peft
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
@@ -19,7 +21,7 @@ from tests.helpers.allocations import Allocations
 from tests.helpers.step_runs import relative_error
 from vcore_ds.common.errors import UserError
 from vcore_ds.config import sections as recipes
-from vcore_ds.models.lora import BaseLinear, LoraLinear, add_lora, round_adapters_once
+from vcore_ds.models.lora import BaseLinear, LoraLinear, add_lora, add_trained_adapter, round_adapters_once
 
 NUM_TOKENS, IN, OUT, RANK = 256, 64, 192, 4
 SCALING = 3.0
@@ -220,3 +222,47 @@ def test_a_saved_adapter_is_the_one_that_peft_saves(tmp_path) -> None:
     loaded, ids = PeftModel.from_pretrained(tiny.qwen3(), tmp_path / "ours"), tiny.make_batch(2).input_ids
     assert not any(isinstance(module, LoraLinear) for module in loaded.modules())
     assert torch.equal(loaded(input_ids=ids).logits, ours.eval()(input_ids=ids).logits)
+
+
+IDS = tiny.make_batch(2).input_ids
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+VARIANTS = {
+    "dora": LoraConfig(use_dora=True),
+    "kasa": LoraConfig(kasa_config=KasaConfig()),
+    "alora": LoraConfig(alora_invocation_tokens=IDS[0, 2:4].tolist()),
+    "bdlora": LoraConfig(
+        use_bdlora=BdLoraConfig(target_modules_bd_a=["down_proj"], target_modules_bd_b=["q_proj", "v_proj"], nblocks=2)
+    ),
+    "mica": LoraConfig(init_lora_weights="mica"),
+    "velora": LoraConfig(velora_config=VeloraConfig()),
+    "monteclora": LoraConfig(monteclora_config=MontecloraConfig()),
+    "ia3": peft.IA3Config(feedforward_modules=["down_proj"]),
+    "vera": peft.VeraConfig(),
+    "adalora": peft.AdaLoraConfig(total_step=10),
+}
+
+
+def test_all_variants_of_peft_are_tried() -> None:
+    names = {name for key in make_layer().lora_variants for name in key}
+    tried = {name for config in VARIANTS.values() for name in names if getattr(config, name, None)}
+    # Arrow routes between several adapters; "mica" is a value of `init_lora_weights`.
+    assert names - tried == {"arrow_config", "mica"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_and_other_methods_compute_what_peft_computes(variant: str, tmp_path) -> None:
+    """For `eval` and `chat`, in bf16: bit for bit, and not what the base computes."""
+    config = copy.deepcopy(VARIANTS[variant])
+    config.task_type, config.target_modules = "CAUSAL_LM", set(TARGETS)
+    base = tiny.qwen3(dtype=torch.bfloat16)
+    adapted = get_peft_model(copy.deepcopy(base), config)
+    torch.manual_seed(1)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    loaded = add_trained_adapter(copy.deepcopy(base), tmp_path, "base").eval()
+    with torch.inference_mode():
+        before, expected, logits = (model(input_ids=IDS).logits for model in (base, plain, loaded))
+    assert torch.equal(logits, expected) and not torch.equal(logits, before)

@@ -280,13 +280,14 @@ def find_adapters(adapted: PeftModel) -> dict[str, Adapter]:
 
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
-    """Load a trained adapter onto the model for inference, with the forward of training; in place. `base`: path of the
-    model, for messages. Raises UserError if the adapter cannot be read, or its layers or their sizes are not those of
+    """Load a trained adapter onto the model for inference, in place: LoRA with the forward of training, everything else
+    with peft's. `base`: path of the model, for messages. Raises UserError if the adapter cannot be read, or its layers or their sizes are not those of
     this model."""
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
-            config = peft.LoraConfig.from_pretrained(str(folder))
-            rename_to_layers(config)
+            config = peft.PeftConfig.from_pretrained(str(folder))
+            if isinstance(config, peft.LoraConfig):
+                rename_to_layers(config)
             with keep_layer_names():
                 adapted = PeftModel.from_pretrained(model, str(folder), config=config)
             with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
@@ -352,7 +353,8 @@ class LoraLinear(Linear):
 def round_adapters_once(adapted: nn.Module) -> None:
     """Make the LoRA layers of a peft model round once, in place. Only classes change, so saved adapters do not."""
     for module in adapted.modules():
-        if type(module) is Linear and type(module.base_layer) is nn.Linear:
+        # peft's variants (DoRA, KaSA, aLoRA) are layers of the same class that compute something else.
+        if type(module) is Linear and type(module.base_layer) is nn.Linear and not module.lora_variant:
             module.__class__ = LoraLinear
             module.base_layer.__class__ = BaseLinear
         elif type(module) is ParamWrapper:
