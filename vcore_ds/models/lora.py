@@ -280,9 +280,9 @@ def find_adapters(adapted: PeftModel) -> dict[str, Adapter]:
 
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
-    """Load a trained adapter onto the model for inference, in place: LoRA with the forward of training, everything else
-    with peft's. `base`: path of the model, for messages. Raises UserError if the adapter cannot be read, or its layers or their sizes are not those of
-    this model."""
+    """Load a trained adapter onto the model for inference, in place: LoRA with the forward of training, all else with
+    peft's. `base`: path of the model, for messages. Raises UserError if the adapter cannot be read, or its layers or
+    their sizes are not those of this model."""
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
             config = peft.PeftConfig.from_pretrained(str(folder))
