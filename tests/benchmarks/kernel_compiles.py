@@ -36,6 +36,7 @@ from triton.runtime.jit import KernelInterface
 from vcore_ds.models import pointwise_kernels
 from vcore_ds.models.flash_tangent import TILE_KEYS, choose_tiles, flash_tangent, make_kernel_arguments
 from vcore_ds.models.flash_tangent_kernel import attend
+from vcore_ds.models.token_loss_kernel import logit_gradient_kernel, losses_and_normalizers_kernel
 
 CARDS = {
     "A100": (80, 163),
@@ -214,18 +215,25 @@ def count_compiles(head_dim: int) -> int:
 
 
 def compile_pointwise(card: str) -> dict[str, tuple[int, int]]:
-    """Registers and spilled bytes of the kernels of `pointwise_kernels`, with sizes of Qwen3-32B."""
+    """Registers and spilled bytes of the kernels of `pointwise_kernels` and the token loss, with sizes of Qwen3-32B."""
     NoDevice.capability = CARDS[card][0]
     x, weight, inverse = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 5120), (5120,), (64, 1)))
     query = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)
     angles = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16)
+    logits, losses, targets = torch.empty(8, 151_936), torch.empty(8), torch.zeros(8, dtype=torch.int64)
+    gradient = logits.bfloat16()
     calls = {
-        "norm": lambda: pointwise_kernels.rms_norm_tangent_kernel(x, weight, inverse.float(), x, weight),
-        "norm of a head": lambda: pointwise_kernels.rms_norm_tangent_kernel(
+        "tangent of a norm": lambda: pointwise_kernels.rms_norm_tangent_kernel(x, weight, inverse.float(), x, weight),
+        "tangent of a head's norm": lambda: pointwise_kernels.rms_norm_tangent_kernel(
             query, weight[:128], query[..., :1].float(), query, weight[:128]
         ),
         "rotary embedding": lambda: pointwise_kernels.rotate_kernel(query, angles, angles),
-        "gated activation": lambda: pointwise_kernels.gated_silu_tangent_kernel(x, x, x, x),
+        "gated activation": lambda: pointwise_kernels.gated_silu_kernel(x, x),
+        "its gradient": lambda: pointwise_kernels.gated_silu_backward_kernel(x, x, x),
+        "its tangent": lambda: pointwise_kernels.gated_silu_tangent_kernel(x, x, x, x),
+        "token loss": lambda: losses_and_normalizers_kernel(logits, targets, losses, losses, gradient),
+        "token loss without a gradient": lambda: losses_and_normalizers_kernel(logits, targets, losses, losses, None),
+        "logit gradients": lambda: logit_gradient_kernel(logits, targets, losses, losses, gradient),
     }
     results = {}
     launch = KernelInterface.__getitem__

@@ -279,11 +279,18 @@ def test_the_flash_kernel_gives_the_tangents_of_a_fused_pass(results: dict[str, 
     assert max(results["fused attention"]["errors"]) < 1e-2
 
 
-def test_a_step_uses_the_kernels_of_norm_rotation_and_gate(results: dict[str, Any]) -> None:
-    """In each of its three passes: four norms, two rotations and a gate in each of two layers, and a last norm."""
+def test_a_step_uses_the_kernels_of_norm_rotation_gate_and_loss(results: dict[str, Any]) -> None:
+    """Three passes with tangents: four norms, two rotations and a gate in each of two layers, a last norm, the loss.
+    Six passes with a gradient (main and probe): each layer forward, again, and backward."""
     assert results["launches"] == {
-        "rms_norm_tangent_kernel": 3 * 9, "rotate_kernel": 3 * 4, "gated_silu_tangent_kernel": 3 * 2,
-    }  # fmt: skip
+        "rms_norm_tangent_kernel": 3 * 9,
+        "rotate_kernel": (3 * 2 + 6 * 3) * 2 * 2,  # with tangents the values' and theirs
+        "gated_silu_kernel": (3 + 6 * 2) * 2,
+        "gated_silu_backward_kernel": 6 * 2,
+        "gated_silu_tangent_kernel": 3 * 2,
+        "losses_and_normalizers_kernel": 3 + 6,
+        "logit_gradient_kernel": 6,
+    }
 
 
 @pytest.mark.parametrize("name", STEPS)

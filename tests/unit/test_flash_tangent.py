@@ -37,11 +37,11 @@ def run_python(*arguments: str, **environment: str) -> str:
 
 
 def test_interpreted_kernels_against_fp64() -> None:
-    """Flash attention, and the tangents of `test_pointwise.py`."""
-    files = [str(CASES), str(CASES.with_name("test_pointwise.py"))]
+    """Flash attention, the functions of `test_pointwise.py`, and the token loss."""
+    files = [str(CASES), *(str(CASES.with_name(name)) for name in ("test_pointwise.py", "test_token_loss.py"))]
     words = run_python(
-        "-m", "pytest", "-v", "-s", "-p", "no:cacheprovider", *files, "-k", "flash_tangent_cases or tangent_of",
-        TRITON_INTERPRET="1",
+        "-m", "pytest", "-v", "-s", "-p", "no:cacheprovider", *files,
+        "-k", "flash_tangent_cases or tangent_of or half_precision", TRITON_INTERPRET="1",
     )  # fmt: skip
     print(words)
     assert all(f"{Path(file).name}::" in words for file in files)

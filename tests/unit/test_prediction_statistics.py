@@ -10,6 +10,7 @@ from torch.nn.functional import kl_div, linear
 
 from tests.helpers.allocations import Allocations
 from vcore_ds.models.token_loss import PLAIN, LogitTransform, loss_and_statistic, reference_divergence, token_loss
+from vcore_ds.planning.settings import LossMemory
 
 module = importlib.import_module("vcore_ds.models.token_loss")
 
@@ -18,7 +19,7 @@ NUM_TOKENS, HIDDEN, VOCABULARY = 23, 7, 50
 
 @pytest.fixture(params=[23, 8], ids=lambda size: f"{size} tokens a block", autouse=True)
 def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * VOCABULARY * request.param + 3)
+    monkeypatch.setattr(module, "DEFAULT_LOSS_MEMORY", LossMemory(4 * VOCABULARY * request.param + 3))
 
 
 def draw_inputs(num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,7 +143,7 @@ def test_a_model_equal_to_its_reference_and_no_tokens_have_no_divergence() -> No
 
 def test_logits_exist_for_a_block_of_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     block_tokens, vocabulary = 8, 2000
-    monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * vocabulary * block_tokens + 3)
+    monkeypatch.setattr(module, "DEFAULT_LOSS_MEMORY", LossMemory(4 * vocabulary * block_tokens + 3))
     hidden, reference, weight, targets = (t.float() for t in draw_inputs(256, vocabulary))
     for statistic in ("top_entropy", "concentration", None):
         leaf = hidden.clone().requires_grad_()

@@ -22,6 +22,7 @@ from vcore_ds.models.token_loss import (
     loss_and_statistic,
     token_loss,
 )
+from vcore_ds.planning.settings import LossMemory
 
 module = importlib.import_module("vcore_ds.models.token_loss")
 
@@ -74,7 +75,7 @@ def take_rows(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
 @pytest.fixture(params=[23, 4], ids=lambda size: f"{size} tokens a block", autouse=True)
 def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     # A block has 4 rows of the weight; a rank with fewer rows has larger blocks, so that all have equally many.
-    monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * 4 * request.param + 3)
+    monkeypatch.setattr(module, "DEFAULT_LOSS_MEMORY", LossMemory(4 * 4 * request.param + 3))
 
 
 TRANSFORMED = pytest.mark.parametrize(

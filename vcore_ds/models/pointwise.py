@@ -1,21 +1,19 @@
 """RMSNorm, rotary embedding and gated activation with derivatives by formulas, for tensors that may be dual.
 
-Values and gradients equal those of Hugging Face's operations to the last bit in fp32 and bf16. PyTorch would
-differentiate each elementwise operation, and its graph keeps fp32 copies of a norm's input and the activated gate,
-which the backward here recomputes.
+PyTorch would differentiate each elementwise operation, and its graph keeps fp32 copies of a norm's input and the
+activated gate, which the backward here recomputes. `use_formulas` gives these functions to the modules of a Hugging
+Face model whose forward has the code of Llama's (about 140 norms of transformers 5.23; not those of Gemma, OLMo and
+gpt-oss). The parallel layers (`vcore_ds.models.megatron`) call the same functions.
 
-`use_formulas` gives norm and gated activation to the modules of a Hugging Face model whose forward has the code of
-Llama's (about 140 norms of transformers 5.23; not those of Gemma, OLMo and gpt-oss); `rotate_by_formula` covers the
-rotary embedding. The parallel layers (`vcore_ds.models.megatron`) call the same functions.
-
-On a GPU in half precision one Triton kernel each computes the tangent (`pointwise_kernels`). Values remain PyTorch's,
-so losses equal those of a pass without tangents.
+On a GPU in half precision one kernel each computes value, gradient and tangent: PyTorch's fused RMSNorm, and
+`pointwise_kernels` for the others. They round once where Hugging Face's operations round several times. Elsewhere
+values and gradients equal Hugging Face's to the last bit in fp32 and bf16. Values do not depend on whether a pass has
+tangents.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,13 +27,16 @@ from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
 
 
 def use_formulas(model: nn.Module) -> None:
-    """Give norms and gated MLPs with the code of Llama's the formulas below, in place. Only their classes change."""
+    """Give norms, gated MLPs and rotary embeddings with the code of Llama's the formulas below, in place. Only the
+    modules' classes change."""
     for module in model.modules():
         kind: Any = type(module)
         if _has_same_code(kind.forward, modeling_llama.LlamaRMSNorm.forward):
             module.__class__ = _with_forward(kind, _norm_forward)
         elif _has_same_code(kind.forward, modeling_llama.LlamaMLP.forward) and _is_silu(module.act_fn):
             module.__class__ = _with_forward(kind, _mlp_forward)
+        elif _rotates_like_llama(kind.forward):
+            module.__class__ = _with_forward(kind, _with_rotation(kind.forward))
 
 
 def _has_same_code(function: Any, other: Callable[..., Any]) -> bool:
@@ -70,26 +71,24 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
 
 
-@contextmanager
-def rotate_by_formula(model: nn.Module) -> Iterator[None]:
-    """Context in which rotary embeddings with the code of Llama's compute tangents by formula.
+def _rotates_like_llama(forward: Any) -> bool:
+    """Whether a forward calls the rotary embedding of Llama, a global of the architecture's Python module."""
+    if "apply_rotary_pos_emb" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        return False
+    source = forward.__globals__
+    return _has_same_code(source.get("apply_rotary_pos_emb"), modeling_llama.apply_rotary_pos_emb) and _has_same_code(
+        source.get("rotate_half", modeling_llama.rotate_half), modeling_llama.rotate_half
+    )
 
-    Their functions are globals of the Python modules with the architecture's attention.
-    """
-    sources = {name: sys.modules[name] for name in {type(module).__module__ for module in model.modules()}}
-    rotations = {
-        name: source.apply_rotary_pos_emb
-        for name, source in sources.items()
-        if _has_same_code(getattr(source, "apply_rotary_pos_emb", None), modeling_llama.apply_rotary_pos_emb)
-        and _has_same_code(getattr(source, "rotate_half", modeling_llama.rotate_half), modeling_llama.rotate_half)
-    }
-    try:
-        for name, rotation in rotations.items():
-            sources[name].apply_rotary_pos_emb = partial(_rotate_pair, rotation)  # type: ignore[attr-defined]
-        yield
-    finally:
-        for name, rotation in rotations.items():
-            sources[name].apply_rotary_pos_emb = rotation  # type: ignore[attr-defined]
+
+@cache
+def _with_rotation(forward: FunctionType) -> FunctionType:
+    """Make a copy of an attention's forward that calls `_rotate_pair`. No other model of the architecture changes."""
+    names = forward.__globals__
+    names = {**names, "apply_rotary_pos_emb": partial(_rotate_pair, names["apply_rotary_pos_emb"])}
+    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__, copied.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    return copied
 
 
 def _rotate_pair(
@@ -100,11 +99,15 @@ def _rotate_pair(
     sin: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of queries and keys that may be dual."""
+    """`apply_rotary_pos_emb` of queries and keys that may be dual; `rotation` is the architecture's own."""
     with torch._C.DisableTorchFunction():
         (query, d_query), (key, d_key) = forward_ad.unpack_dual(q), forward_ad.unpack_dual(k)
-        values = rotation(query, key, cos, sin, unsqueeze_dim)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        angles = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        if _can_rotate_by_kernel(query, *angles):
+            values: tuple[Tensor, Tensor] = (_Rotation.apply(query, *angles), _Rotation.apply(key, *angles))
+        else:
+            values = rotation(query, key, cos, sin, unsqueeze_dim)
+        cos, sin = angles
         tangents = (None if dx is None else rotate(dx, cos, sin) for dx in (d_query, d_key))
         rotated_query, rotated_key = map(make_dual_if_any, values, tangents)
         return rotated_query, rotated_key
@@ -113,7 +116,7 @@ def _rotate_pair(
 @torch.no_grad()
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x [..., D]` by angles whose cosines and sines `[..., D]` broadcast to it; without a graph."""
-    if runs_triton(x) and x.dim() == cos.dim() == 4 and cos.shape[1] == 1:
+    if _can_rotate_by_kernel(x, cos, sin):
         from vcore_ds.models.pointwise_kernels import rotate_kernel
 
         return rotate_kernel(x, cos, sin)
@@ -122,6 +125,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
     rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return rotated
+
+
+def _can_rotate_by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    return runs_triton(x) and x.dim() == cos.dim() == 4 and cos.shape[1] == 1 and not cos.requires_grad
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation of `x [b, A, T, D]`; its gradient is the transposed rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -133,7 +154,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         (gate, d_gate), (up, d_up) = forward_ad.unpack_dual(gate), forward_ad.unpack_dual(up)
         tangent = gated_silu_tangent_(gate, up, d_gate, d_up)
-        value = _GatedSilu.apply(gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up)
+        value = _GatedSilu.apply(gate, up) if torch.is_grad_enabled() else _gated_silu_value(gate, up)
         return make_dual_if_any(value, tangent)
 
 
@@ -154,16 +175,28 @@ def gated_silu_tangent_(gate: Tensor, up: Tensor, d_gate: Tensor | None, d_up: T
     return tangent
 
 
+def _gated_silu_value(gate: Tensor, up: Tensor) -> Tensor:
+    if runs_triton(gate):
+        from vcore_ds.models.pointwise_kernels import gated_silu_kernel
+
+        return gated_silu_kernel(gate, up)
+    return silu(gate).mul_(up)
+
+
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         # Detached: a view of a dual tensor would keep its tangent alive until the dual level ends.
         ctx.save_for_backward(gate.detach(), up.detach())
-        return silu(gate).mul_(up)
+        return _gated_silu_value(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
+        if runs_triton(gate):
+            from vcore_ds.models.pointwise_kernels import gated_silu_backward_kernel
+
+            return gated_silu_backward_kernel(gate, up, grad)
         d_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
         return d_gate, silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
 
@@ -186,14 +219,24 @@ def rms_norm(
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the value, and `1 / sqrt(mean(x^2) + eps)` `[..., 1]` in the dtype of the computation."""
+    if _has_fused_norm(x):
+        fused: tuple[Tensor, Tensor] = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        return fused
     exact = x.to(accumulation)
     inverse = exact.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
     normalized = exact * inverse if exact is x else exact.mul_(inverse)
     return weight * normalized.to(x.dtype), inverse
 
 
+def _has_fused_norm(x: Tensor) -> bool:
+    """Whether PyTorch has a fused RMSNorm and its gradient. `torch.nn.functional.rms_norm` calls the same operators,
+    but keeps a dual input alive and does not return the inverse root mean square, which the tangent needs."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
 class _RMSNorm(torch.autograd.Function):
-    """Value and inverse root mean square (not differentiable); the backward has autograd's operations in its order."""
+    """Value and inverse root mean square (not differentiable). Unless fused, the backward has autograd's operations in
+    its order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -205,6 +248,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
+        if _has_fused_norm(x):
+            needed = list(ctx.needs_input_grad[:2])
+            fused = torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, inverse, weight, needed)
+            d_x, d_weight = (result if is_needed else None for result, is_needed in zip(fused, needed, strict=True))
+            return d_x, d_weight, None, None
         exact = x.to(inverse.dtype)
         d_x = d_weight = None
         if ctx.needs_input_grad[1]:

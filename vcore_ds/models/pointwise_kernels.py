@@ -1,4 +1,5 @@
-"""Triton kernels for the tangents of `vcore_ds.models.pointwise`: each reads its inputs once and writes once.
+"""Triton kernels of `vcore_ds.models.pointwise`, for values, gradients and tangents: each reads its inputs once and
+writes once.
 
 Arithmetic is in fp32. Importing this module needs Triton; only `pointwise` imports it, on a GPU. With
 `TRITON_INTERPRET=1` Triton runs kernels on the CPU, as the tests do.
@@ -141,6 +142,50 @@ def _rotate(
     out_ptr += (position * NUM_HEADS + head) * 2 * HALF + feature
     tl.store(out_ptr, (first * cos_first - second * sin_first).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + HALF, (second * cos_second + first * sin_second).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_silu_kernel(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `silu(gate) * up`."""
+    gate, up = gate.contiguous(), up.contiguous()
+    value = torch.empty_like(gate)
+    with torch.cuda.device_of(gate):
+        _gated_silu[(triton.cdiv(gate.numel(), TILE_NUMEL),)](
+            gate, up, value, gate.numel(), BLOCK=TILE_NUMEL, num_warps=8
+        )
+    return value
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _gated_silu(gate_ptr, up_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    gate = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_silu_backward_kernel(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `silu(gate) * up` by both, from that of the value."""
+    gate, up, gradient = gate.contiguous(), up.contiguous(), gradient.contiguous()
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    with torch.cuda.device_of(gate):
+        _gated_silu_backward[(triton.cdiv(gate.numel(), TILE_NUMEL),)](
+            gate, up, gradient, d_gate, d_up, gate.numel(), BLOCK=TILE_NUMEL, num_warps=8
+        )
+    return d_gate, d_up
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _gated_silu_backward(gate_ptr, up_ptr, gradient_ptr, d_gate_ptr, d_up_ptr, numel, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    gate = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    d_gate = gradient * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(d_gate_ptr + place, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_up_ptr + place, (gradient * gate * sigmoid).to(d_up_ptr.dtype.element_ty), mask=inside)
 
 
 def gated_silu_tangent_kernel(gate: Tensor, up: Tensor, d_gate: Tensor | None, d_up: Tensor | None) -> Tensor:

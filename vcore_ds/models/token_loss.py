@@ -11,8 +11,9 @@ https://github.com/linkedin/Liger-Kernel/issues/968). Exact utilities need the t
 loss holds two or three such tensors.
 
 A block has some tokens and the entire vocabulary in one matrix multiplication, so no partial sums over the vocabulary
-are rounded. The gradient of the hidden states is computed in the forward, up to each token's upstream factor; only that
-of the weight recomputes logits in the backward.
+are rounded. The gradient of the hidden states is computed in the forward, up to each token's upstream factor; that of
+the weight recomputes logits in the backward, unless the forward keeps the losses' gradients by the logits
+(`LossMemory`). On a GPU in half precision a kernel passes over plain logits (`token_loss_kernel`).
 
 With a vocabulary sharded over ranks (`VocabularyShard`), each block combines the normalizers of all shards. The
 gradient of the hidden states is the shard's, to be summed over the ranks.
@@ -28,8 +29,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from vcore_ds.models.attention import runs_triton
 from vcore_ds.models.dual_tensors import LowRank
-from vcore_ds.planning.model_shape import LOSS_BLOCK_BYTES, loss_block_multiple
+from vcore_ds.planning.settings import DEFAULT_LOSS_MEMORY, LossMemory
 
 PredictionStatistic = Literal["entropy", "top_entropy", "concentration"]
 """`entropy`: in nats. `top_entropy`: entropy of the 20 most likely tokens, renormalised, as a share of
@@ -89,6 +91,7 @@ def token_loss(
     transform: LogitTransform = PLAIN,
     shard: VocabularyShard | None = None,
     weight_tangent: LowRank | None = None,
+    memory: LossMemory | None = None,
 ) -> Tensor:
     """Compute each token's cross-entropy in nats, fp32 (fp64 for fp64 input), `[N]`, of `targets [N]` given the hidden
     states `[N, H]` that predict them; N may be 0. `weight`: output embedding `[V, H]`; `transform`: of the raw logits.
@@ -98,11 +101,13 @@ def token_loss(
     dual tensor.
 
     With `shard`, `weight` is a shard of the output embedding. Then the call is a collective with the same result on all
-    ranks, over which the caller has to sum the gradient of `hidden`.
+    ranks, over which the caller has to sum the gradient of `hidden`. `memory` does not change a result but by rounding.
     """
     (hidden, d_hidden), (weight, d_weight) = forward_ad.unpack_dual(hidden), forward_ad.unpack_dual(weight)
     tangents = d_hidden, weight_tangent or d_weight
-    losses, d_losses, _ = _TokenLoss.apply(hidden, weight, targets, transform, shard, *tangents, None)
+    losses, d_losses, _ = _TokenLoss.apply(
+        hidden, weight, targets, transform, shard, *tangents, None, memory or DEFAULT_LOSS_MEMORY
+    )
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
 
 
@@ -114,21 +119,30 @@ def loss_and_statistic(
     *,
     transform: LogitTransform = PLAIN,
     shard: VocabularyShard | None = None,
+    memory: LossMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute losses as `token_loss` does and, from the same blocks of logits, a statistic of each prediction, without
     a graph, both `[N]`. No dual tensors."""
-    losses, _, statistics = _TokenLoss.apply(hidden, weight, targets, transform, shard, None, None, statistic)
+    options = transform, shard, None, None, statistic, memory or DEFAULT_LOSS_MEMORY
+    losses, _, statistics = _TokenLoss.apply(hidden, weight, targets, *options)
     return losses, statistics
 
 
 def reference_divergence(
-    hidden: Tensor, weight: Tensor, reference_hidden: Tensor, *, transform: LogitTransform = PLAIN
+    hidden: Tensor,
+    weight: Tensor,
+    reference_hidden: Tensor,
+    *,
+    transform: LogitTransform = PLAIN,
+    memory: LossMemory | None = None,
 ) -> Tensor:
     """Compute `KL(reference || model)` over the vocabulary for each prediction in nats, fp32 (fp64 for fp64 input),
     `[N]`, differentiable by `hidden`. `weight` is that of both models, frozen; `reference_hidden [N, H]` has no graph.
     Takes three more matrix multiplications with `weight`, and three times the block memory of `token_loss`."""
     assert not weight.requires_grad
-    divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, reference_hidden, transform)
+    divergences: Tensor = _ReferenceDivergence.apply(
+        hidden, weight, reference_hidden, transform, memory or DEFAULT_LOSS_MEMORY
+    )
     return divergences
 
 
@@ -137,9 +151,8 @@ def compute_raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return _matmul_t(hidden, weight)
 
 
-def _block_size(weight: Tensor) -> int:
-    num_bytes = LOSS_BLOCK_BYTES * loss_block_multiple(weight.shape[1], on_gpu=weight.is_cuda)
-    return max(1, num_bytes // (4 * weight.shape[0]))
+def _block_size(weight: Tensor, memory: LossMemory) -> int:
+    return max(1, memory.block_bytes // (4 * weight.shape[0]))
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
@@ -152,6 +165,15 @@ def _matmul_t(left: Tensor, right: Tensor) -> Tensor:
         # Logits rounded to bf16 would be off by about 0.06 nats at a logit of 20.
         return torch.mm(left, right.t(), out_dtype=torch.float32)
     return (left @ right.t()).to(_accumulation_dtype(left))
+
+
+def _add_matmul_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, in fp32 (fp64 for fp64)."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        # Within the matrix multiplication; apart from it, the sum would move 12 bytes for each element in each block.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(left @ right)
 
 
 def _logits(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
@@ -179,7 +201,9 @@ class _TokenLoss(torch.autograd.Function):
 
     That takes two matrix multiplications, like the tangent of the raw logits, `dh W^T + h dW^T`, but no second
     `[block, V]` except for the slope of a softcap. The backward reuses `g`, scaled by each token's upstream gradient.
-    `p - e` is computed in fp32: for a likely token, rounding p to bf16 first would lose the difference.
+    `p - e` is computed in fp32: for a likely token, rounding p to bf16 first would lose the difference. If `p - e` is
+    kept in half precision, the weight's gradient is one matrix multiplication, `(p - e)^T (d h)`, with the upstream
+    gradients `d`; summed over blocks, it is in fp32.
     """
 
     @staticmethod
@@ -193,29 +217,46 @@ class _TokenLoss(torch.autograd.Function):
         d_hidden: Tensor | None,
         d_weight: Tensor | LowRank | None,
         statistic: PredictionStatistic | None,
+        memory: LossMemory,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        ctx.transform, ctx.shard, rows = transform, shard, _token_rows(weight, shard)
+        ctx.transform, ctx.shard, ctx.memory, rows = transform, shard, memory, _token_rows(weight, shard)
+        ctx.uses_kernel = runs_triton(hidden) and transform == PLAIN and shard is None
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = d_hidden is not None or d_weight is not None
         d_losses, statistics = torch.zeros_like(losses), torch.empty_like(losses)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(targets), size := _block_size(weight)):
+        has_gradient = has_tangent or hidden_gradient is not None
+        kept = None
+        if ctx.uses_kernel and memory.keeps_logit_gradients and ctx.needs_input_grad[1]:
+            kept = hidden.new_empty(len(targets), len(weight))
+        for start in range(0, len(targets), size := _block_size(weight, memory)):
             block = slice(start, start + size)
             logits = _logits(hidden[block], rows, transform)
-            log_normalizers[block], target_logits = _normalizers_and_targets(logits, targets[block], shard)
-            losses[block] = log_normalizers[block] - target_logits
+            d_raw_logits = None
+            if ctx.uses_kernel:
+                from vcore_ds.models.token_loss_kernel import losses_and_normalizers_kernel
+
+                if kept is not None or has_gradient:
+                    d_raw_logits = hidden.new_empty(logits.shape) if kept is None else kept[block]
+                parts = logits, targets[block], losses[block], log_normalizers[block]
+                losses_and_normalizers_kernel(*parts, d_raw_logits)
+            else:
+                log_normalizers[block], target_logits = _normalizers_and_targets(logits, targets[block], shard)
+                losses[block] = log_normalizers[block] - target_logits
             if statistic is not None:
                 statistics[block] = _compute_statistic(statistic, logits, log_normalizers[block], shard)
-            if has_tangent or hidden_gradient is not None:
-                d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
-                d_raw_logits = d_raw_logits.to(hidden.dtype)
-                if d_hidden is not None or hidden_gradient is not None:
+            if has_gradient:
+                if d_raw_logits is None:
+                    d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
+                    d_raw_logits = d_raw_logits.to(hidden.dtype)
+                if hidden_gradient is not None and d_hidden is None:
+                    torch.mm(d_raw_logits, rows, out=hidden_gradient[block])
+                elif d_hidden is not None:
                     gradient = _matmul_t(d_raw_logits, rows.t())
                     if hidden_gradient is not None:
                         hidden_gradient[block] = gradient
-                    if d_hidden is not None:
-                        d_losses[block] += gradient.mul_(d_hidden[block]).sum(-1)
+                    d_losses[block] += gradient.mul_(d_hidden[block]).sum(-1)
                     del gradient
                 if isinstance(d_weight, LowRank):  # (q Q) . (B h)
                     by_factors = _matmul_t(d_raw_logits, _token_rows(d_weight.left, shard).t())
@@ -224,46 +265,52 @@ class _TokenLoss(torch.autograd.Function):
                     by_weight = _matmul_t(d_raw_logits, _token_rows(d_weight, shard).t())
                     d_losses[block] += by_weight.mul_(hidden[block]).sum(-1)
                     del by_weight
-                del d_raw_logits
-            del logits  # free this block before the next one is computed
+            del logits, d_raw_logits  # free this block before the next one is computed
         if has_tangent and shard is not None:
             d_losses = shard.all_gather(d_losses).sum(0)
-        ctx.save_for_backward(hidden, weight, targets, log_normalizers, hidden_gradient)
+        ctx.save_for_backward(hidden, weight, targets, log_normalizers, hidden_gradient, kept)
         ctx.mark_non_differentiable(d_losses, statistics)
         return losses, d_losses if has_tangent else None, None if statistic is None else statistics
 
     @staticmethod
     def backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_normalizers, hidden_gradient = ctx.saved_tensors
+        hidden, weight, targets, log_normalizers, hidden_gradient, kept = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         transform, shard, rows = ctx.transform, ctx.shard, _token_rows(weight, ctx.shard)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_hidden = _scale_rows(hidden_gradient, d_losses) if needs_hidden else None
+        if not needs_weight:
+            return d_hidden, *(None,) * 8
+        if kept is not None:
+            return d_hidden, kept.t() @ _scale_rows(hidden, d_losses), *(None,) * 7
         # The sum over blocks is in fp32: rounding each block's term to bf16 would bias training.
-        d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if needs_weight else None
-        for start in range(0, len(targets), size := _block_size(weight)):
+        d_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight))
+        for start in range(0, len(targets), size := _block_size(weight, ctx.memory)):
             block = slice(start, start + size)
-            if d_hidden is not None:
-                d_hidden[block] = hidden_gradient[block] * d_losses[block, None]
-            if d_weight is None:
-                continue
             logits = _logits(hidden[block], rows, transform)
-            d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
-            d_raw_logits.mul_(d_losses[block, None])
+            if ctx.uses_kernel:
+                from vcore_ds.models.token_loss_kernel import logit_gradient_kernel
+
+                d_raw_logits = hidden.new_empty(logits.shape)
+                logit_gradient_kernel(logits, targets[block], log_normalizers[block], d_losses[block], d_raw_logits)
+            else:
+                d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
+                d_raw_logits = d_raw_logits.mul_(d_losses[block, None]).to(hidden.dtype)
             del logits
-            d_raw_logits = d_raw_logits.to(hidden.dtype)
-            _token_rows(d_weight, shard).add_(d_raw_logits.t() @ hidden[block])
+            _add_matmul_(_token_rows(d_weight, shard), d_raw_logits.t(), hidden[block])
             del d_raw_logits  # free this block before the next one is computed
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 6
+        return d_hidden, d_weight.to(weight.dtype), *(None,) * 7
 
 
 class _ReferenceDivergence(torch.autograd.Function):
     """`sum_v q(v) log(q(v) / p(v))`, whose gradient by the logits of p is `p - q`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, reference: Tensor, transform: LogitTransform) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, reference: Tensor, transform: LogitTransform, memory: LossMemory
+    ) -> Tensor:
         divergences = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(hidden), size := _block_size(weight)):
+        for start in range(0, len(hidden), size := _block_size(weight, memory)):
             block = slice(start, start + size)
             logits = _logits(hidden[block], weight, transform)
             reference_logits = _logits(reference[block], weight, transform)
@@ -289,7 +336,7 @@ class _ReferenceDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_divergences: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_gradient,) = ctx.saved_tensors
-        return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 3
+        return _scale_rows(hidden_gradient, d_divergences), *(None,) * 4
 
 
 def _compute_statistic(
@@ -313,6 +360,11 @@ def _compute_statistic(
         top = shard.all_gather(top).movedim(0, 1).flatten(1).topk(NUM_TOP_TOKENS, sorted=False).values
     largest = (top > -torch.inf).sum(-1).to(top.dtype).log_()
     return torch.special.entr(torch.softmax(top, -1)).sum(-1) / largest
+
+
+def _scale_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Multiply each row of `[N, H]` by one of `[N]`, rounding the products to the dtype of the rows."""
+    return torch.mul(rows, factors[:, None], out=torch.empty_like(rows))
 
 
 def _token_rows(weight: Tensor, shard: VocabularyShard | None) -> Tensor:

@@ -74,6 +74,19 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
 
 
 @dataclass(frozen=True)
+class LossMemory:
+    """How much memory the token loss may use."""
+
+    block_bytes: int  # bytes of one fp32 `[block, V]` tensor, of which a handful are alive at a time
+    # Whether a forward with a gradient keeps `[N, V]` gradients by the logits in half precision for the backward, which
+    # would compute them again from the hidden states; on GPUs, where a kernel writes them
+    keeps_logit_gradients: bool = False
+
+
+DEFAULT_LOSS_MEMORY = LossMemory(256 * 2**20)
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """Settings of a run that determine a rank's memory."""
 

@@ -34,7 +34,6 @@ from vcore_ds.models.dual_tensors import (
 )
 from vcore_ds.models.experts import EXPERT_WEIGHTS, uses_our_experts
 from vcore_ds.models.lora import BaseLinear
-from vcore_ds.models.pointwise import rotate_by_formula
 from vcore_ds.utility.direction import Direction, ShardGroupGather
 
 if TYPE_CHECKING:  # megatron-core takes seconds
@@ -73,8 +72,7 @@ def dual_parameters(
     config._attn_implementation = attention
     try:
         tangents.attach(engine)
-        with rotate_by_formula(engine.module):
-            yield
+        yield
         tangents.check_all_dual(engine)
     finally:
         tangents.detach()

@@ -7,7 +7,7 @@ Shapes: n tokens of all sequences, A query heads, K key/value heads, D head dime
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -39,15 +39,32 @@ def install(on_cpu: OnCpu) -> None:
         "_grouped_mm": _grouped_matmul,
         "_flash_attention_forward": _flash_forward,
         "_flash_attention_backward": _flash_backward,
+        "_fused_rms_norm": _fused_norm,
+        "_fused_rms_norm_backward": _fused_norm_backward,
     }.items():
         library.impl(name, on_device(function))
+
+    def add_matmul(
+        total: Tensor,
+        left: Tensor,
+        right: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        beta: int = 1,
+        alpha: int = 1,
+        out: Tensor,
+    ) -> Tensor:
+        assert (beta, alpha) == (1, 1) and out_dtype == total.dtype == torch.float32
+        return out.copy_(total + torch.mm(left, right, out_dtype=out_dtype))
+
+    library.impl("addmm.dtype_out", add_matmul)
 
 
 def interpret_kernels(on_cpu: OnCpu) -> None:
     """Make `TRITON_INTERPRET=1` run the package's kernels on the device's memory: the attention kernel with tangents,
-    and the kernels of norms, rotary embedding and gate in `pointwise_kernels`."""
+    those of norms, rotary embedding and gate in `pointwise_kernels`, and that of the token loss."""
     # Imported only here: they import Triton, which reads the variable.
-    from vcore_ds.models import flash_tangent, pointwise, pointwise_kernels
+    from vcore_ds.models import flash_tangent, pointwise, pointwise_kernels, token_loss, token_loss_kernel
 
     def on_memory(launch: Callable[..., Any]) -> Callable[..., None]:
         def interpreted(*arguments: Any, **options: Any) -> None:
@@ -62,35 +79,45 @@ def interpret_kernels(on_cpu: OnCpu) -> None:
     for kernel in (
         pointwise_kernels._rms_norm_tangent,
         pointwise_kernels._rotate,
+        pointwise_kernels._gated_silu,
+        pointwise_kernels._gated_silu_backward,
         pointwise_kernels._gated_silu_tangent,
+        token_loss_kernel._token_loss_rows,
     ):
         kernel.run = on_memory(kernel.run)
-    pointwise.runs_triton = lambda x: False
+    pointwise.runs_triton = token_loss.runs_triton = lambda x: False
 
 
 @contextmanager
 def interpreted_pointwise_kernels() -> Iterator[Counter[str]]:
-    """Use the kernels of norms, rotary embedding and gate inside the block, and count their launches by name.
+    """Use the kernels of norms, rotary embedding, gate and token loss inside the block, and count their launches by
+    name.
 
-    Elsewhere PyTorch's operations are used: each layer has seven of these, and the interpreter would take minutes for
+    Elsewhere PyTorch's operations are used: each layer has nine of these, and the interpreter would take minutes for
     a run."""
-    from vcore_ds.models import pointwise, pointwise_kernels
+    from vcore_ds.models import pointwise, pointwise_kernels, token_loss, token_loss_kernel
 
     launches: Counter[str] = Counter()
 
-    def counted(name: str) -> Callable[..., Tensor]:
-        launch = getattr(pointwise_kernels, name)
+    def counted(name: str, source: Any = pointwise_kernels) -> Callable[..., Any]:
+        launch = getattr(source, name)
 
-        def run(x: Tensor, *others: Any) -> Tensor:
+        def run(x: Tensor, *others: Any) -> Any:
             assert x.is_cuda
             launches[name] += 1
             return launch(x, *others)
 
         return run
 
-    can_use = patch.object(pointwise, "runs_triton", lambda x: x.is_cuda and x.dtype == torch.bfloat16)
-    names = ("rms_norm_tangent_kernel", "rotate_kernel", "gated_silu_tangent_kernel")
-    with can_use, patch.multiple(pointwise_kernels, **{name: counted(name) for name in names}):
+    names = [name for name in vars(pointwise_kernels) if name.endswith("_kernel")]
+    of_loss = [name for name in vars(token_loss_kernel) if name.endswith("_kernel")]
+    with ExitStack() as patches:
+        for module in (pointwise, token_loss):
+            runs_triton = patch.object(module, "runs_triton", lambda x: x.is_cuda and x.dtype == torch.bfloat16)
+            patches.enter_context(runs_triton)
+        patches.enter_context(patch.multiple(pointwise_kernels, **{name: counted(name) for name in names}))
+        counters = {name: counted(name, token_loss_kernel) for name in of_loss}
+        patches.enter_context(patch.multiple(token_loss_kernel, **counters))
         yield launches
 
 
@@ -114,6 +141,20 @@ def _grouped_matmul(
         parts = [left[span].float() @ matrix.float() for span, matrix in zip(spans, right, strict=True)]
         return torch.cat(parts).to(left.dtype)
     return torch.stack([left[:, span].float() @ right[span].float() for span in spans]).to(left.dtype)
+
+
+def _fused_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Value, rounded once, and inverse root mean square `[..., 1]` in fp32."""
+    inverse = (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return (weight.float() * inverse * x.float()).to(x.dtype), inverse
+
+
+def _fused_norm_backward(
+    gradient: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor, needed: list[bool]
+) -> tuple[Tensor, Tensor]:
+    normalized, by_normalized = x.float() * inverse, gradient.float() * weight.float()
+    d_x = inverse * (by_normalized - normalized * (normalized * by_normalized).mean(-1, keepdim=True))
+    return d_x.to(x.dtype), (gradient.float() * normalized).sum_to_size(weight.shape).to(weight.dtype)
 
 
 def _sequences(ends: Tensor, query: Tensor, left: int | None) -> Iterator[tuple[slice, Tensor]]:
