@@ -1,4 +1,5 @@
-"""PyTorch's flash kernels for passes with a gradient, extended by attention sinks; and attention in plain PyTorch.
+"""PyTorch's flash kernels for passes with a gradient, extended by attention sinks and by outputs that a checkpointed
+layer keeps; and attention in plain PyTorch.
 
 A sink s (gpt-oss, https://arxiv.org/abs/2508.10925) is an additional score of each query of a head, whose value vector
 is 0. Attention with sinks follows from the output O and each query's log-sum-exp L of attention without them:
@@ -12,6 +13,7 @@ Shapes: b packs or unpacked sequences, A query heads, K key/value heads, T token
 """
 
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,35 +115,85 @@ def flash_attention(
     """Compute causal attention `[b, A, T, D]` and the log-sum-exp `[b, A, T]` over each query's scaled scores and sink,
     differentiable. `query [b, A, T, D]`; `key` and `value [b, K, T, D]`, where A is a multiple of K (grouped-query
     attention); `sinks [A]`."""
-    if sinks is None:
+    if sinks is None and _layer_pass is None:
         return kernel.forward(query, key, value)
-    return _WithSinks.apply(query, key, value, sinks, kernel)
+    given = next(_layer_pass.remaining) if _layer_pass is not None and _layer_pass.is_recomputation else None
+    # In both passes over a checkpointed layer: PyTorch compares what they save.
+    output, log_sum_exp = _Flash.apply(query, key, value, sinks, kernel, given)
+    if _layer_pass is not None and given is None:
+        _layer_pass.outputs.append((output.detach(), log_sum_exp.detach()))
+    return output, log_sum_exp
 
 
-class _WithSinks(torch.autograd.Function):
+Outputs = tuple[Tensor, Tensor]
+"""Output and log-sum-exp of an attention."""
+
+
+class _LayerPass:
+    """Context of a checkpointed layer's forward, in which attention adds to `outputs`, or of its recomputation, in
+    which attention takes them. It may be entered again: a graph that is retained is recomputed in each backward."""
+
+    def __init__(self, outputs: list[Outputs], *, is_recomputation: bool):
+        self.outputs, self.is_recomputation = outputs, is_recomputation
+
+    def __enter__(self) -> None:
+        global _layer_pass
+        self._before, _layer_pass = _layer_pass, self
+        self.remaining = iter(self.outputs)
+
+    def __exit__(self, *_: object) -> None:
+        global _layer_pass
+        _layer_pass = self._before
+
+
+# Not local to a thread: a device's backward enters and leaves it in a thread of its own, while the others wait.
+_layer_pass: _LayerPass | None = None
+
+
+def keep_attention_outputs() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for the forward of a checkpointed layer and for its recomputation, whose attention starts from
+    the output and log-sum-exp of the forward: a `context_fn` of `torch.utils.checkpoint.checkpoint`."""
+    outputs: list[Outputs] = []
+    return _LayerPass(outputs, is_recomputation=False), _LayerPass(outputs, is_recomputation=True)
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention with sinks, or from its result that was computed before."""
+
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: CpuFlash | CudaFlash
-    ) -> tuple[Tensor, Tensor]:
-        output, log_sum_exp = kernel.forward(query, key, value)
-        with_sink = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
-        output = (output * (log_sum_exp - with_sink).exp_()[..., None]).to(output.dtype)
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        kernel: CpuFlash | CudaFlash,
+        given: Outputs | None,
+    ) -> Outputs:
+        if given is not None:
+            output, log_sum_exp = (x.view_as(x) for x in given)
+        else:
+            output, log_sum_exp = kernel.forward(query, key, value)
+            if sinks is not None:
+                with_sink = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
+                output = (output * (log_sum_exp - with_sink).exp_()[..., None]).to(output.dtype)
+                log_sum_exp = with_sink
         # A copy: the sinks are a view of a gathered parameter, whose memory they would keep until the backward.
-        ctx.save_for_backward(query, key, value, sinks.clone(), output, with_sink)
-        ctx.mark_non_differentiable(with_sink)
+        ctx.save_for_backward(query, key, value, None if sinks is None else sinks.clone(), output, log_sum_exp)
+        ctx.mark_non_differentiable(log_sum_exp)
         ctx.kernel = kernel
-        return output, with_sink
+        return output, log_sum_exp
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum_exp = ctx.saved_tensors
         d_inputs = ctx.kernel.backward(gradient, query, key, value, output, log_sum_exp)
         d_sinks = None
-        if ctx.needs_input_grad[3]:
+        if sinks is not None and ctx.needs_input_grad[3]:
             delta = (gradient.to(log_sum_exp.dtype) * output).sum(-1)
             weights = (sinks.to(log_sum_exp.dtype)[:, None] - log_sum_exp).exp_()
             d_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
-        return *d_inputs, d_sinks, None
+        return *d_inputs, d_sinks, None, None
 
 
 def _concat_rows(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ tangents.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -83,32 +83,24 @@ def _rotates_like_llama(forward: Any) -> bool:
 
 @cache
 def _with_rotation(forward: FunctionType) -> FunctionType:
-    """Make a copy of an attention's forward that calls `_rotate_pair`. No other model of the architecture changes."""
+    """Make a copy of an attention's forward that calls `rotate_pair`. No other model of the architecture changes."""
     names = forward.__globals__
-    names = {**names, "apply_rotary_pos_emb": partial(_rotate_pair, names["apply_rotary_pos_emb"])}
+    names = {**names, "apply_rotary_pos_emb": rotate_pair}
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__, copied.__annotations__ = forward.__kwdefaults__, forward.__annotations__
     return copied
 
 
-def _rotate_pair(
-    rotation: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of queries and keys that may be dual; `rotation` is the architecture's own."""
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of queries and keys that may be dual."""
     with torch._C.DisableTorchFunction():
         (query, d_query), (key, d_key) = forward_ad.unpack_dual(q), forward_ad.unpack_dual(k)
         angles = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         if _can_rotate_by_kernel(query, *angles):
             values: tuple[Tensor, Tensor] = (_Rotation.apply(query, *angles), _Rotation.apply(key, *angles))
         else:
-            values = rotation(query, key, cos, sin, unsqueeze_dim)
-        cos, sin = angles
-        tangents = (None if dx is None else rotate(dx, cos, sin) for dx in (d_query, d_key))
+            values = modeling_llama.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim)
+        tangents = (None if dx is None else rotate(dx, *angles) for dx in (d_query, d_key))
         rotated_query, rotated_key = map(make_dual_if_any, values, tangents)
         return rotated_query, rotated_key
 

@@ -7,7 +7,7 @@ can be replaced by copies in higher precision, and activations have their dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch.autograd.forward_ad as forward_ad
 from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, nn
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.checkpoint import noop_context_fn
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import Batch
@@ -285,11 +286,16 @@ def _gather_units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[
 Layer = Callable[..., Any]
 
 
-def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
+def checkpoint_with_tangent(
+    layer: Layer,
+    x: Tensor,
+    *others: Any,
+    context_fn: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] = noop_context_fn,
+) -> Any:
     """Compute `layer(x, *others)` with activation checkpointing: the forward carries tangents and saves only `x`, the
     backward recomputes without tangents. Replaces the function that Hugging Face's layers call for checkpointing. The
     forward builds no graph, so the layer's tangents are freed when it ends. `x`: hidden states `[b, t, H]`, dual if the
-    layers below have tangents.
+    layers below have tangents. `context_fn`: as that of `torch.utils.checkpoint.checkpoint`.
 
     Raises UserError if another argument requires a gradient, whose graph every layer's backward would run through
     again, or if the layer returns further activations (Zaya), whose gradient would be lost.
@@ -298,14 +304,20 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
     if any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *named)):
         raise _make_recompute_error()
     value, tangent = forward_ad.unpack_dual(x)
-    with torch.no_grad():
+    computing, recomputing = context_fn()
+    with torch.no_grad(), computing:
         start = value.detach()
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
         if isinstance(result, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result[1:]):
             raise _make_recompute_error()
         y, d_y = forward_ad.unpack_dual(_extract_hidden_states(result))
+
+    def recompute(again: Tensor) -> Tensor:
+        with recomputing:
+            return _extract_hidden_states(layer(again, *others))
+
     # .data: a view of the dual result would keep its tangent alive.
-    y = _Recomputed.apply(value, y.data, lambda again: _extract_hidden_states(layer(again, *others)))
+    y = _Recomputed.apply(value, y.data, recompute)
     y = y if d_y is None else make_dual(y, d_y.detach())
     return (y, *result[1:]) if isinstance(result, tuple) else y
 

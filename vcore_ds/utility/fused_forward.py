@@ -11,6 +11,7 @@ With activation checkpointing a layer's forward builds no graph, so PyTorch's fo
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
     layers: list[Any] = [layer for layer in engine.module.layers if getattr(layer, "gradient_checkpointing", False)]
     checkpoints_before = [layer._gradient_checkpointing_func for layer in layers]
     for layer in layers:
-        layer._gradient_checkpointing_func = checkpoint_with_tangent
+        options = {key: x for key, x in layer._gradient_checkpointing_func.keywords.items() if key == "context_fn"}
+        layer._gradient_checkpointing_func = partial(checkpoint_with_tangent, **options)
     try:
         with dual_parameters(engine, direction, attention=FUSED_ATTENTION, with_graph=True), UnrecordedTangents():
             yield

@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
@@ -45,7 +44,7 @@ from vcore_ds.models.dual_tensors import (
     unpack_parameter,
     unpack_weight,
 )
-from vcore_ds.models.pointwise import gated_silu, rms_norm
+from vcore_ds.models.pointwise import gated_silu, rms_norm, rotate_pair
 
 with warnings.catch_warnings(), without_compiler():
     warnings.simplefilter("ignore")
@@ -289,7 +288,7 @@ class ParallelAttention(nn.Module):
         """Compute `[t / n, b, H]` from `[t / n, b, H]`; arguments as for `DecoderLayer`."""
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden))  # [t, b, A or K, D]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (self.q_norm(query), self.k_norm(key), value))
-        query, key = apply_rotary_pos_emb(query, key, *angles)
+        query, key = rotate_pair(query, key, *angles)
         attend = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
         output, _ = attend(
             self, query, key, value, None, sliding_window=self._sliding_window, sequence_layout=sequence_layout
