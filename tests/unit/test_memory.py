@@ -18,13 +18,19 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
+from vcore_ds.planning.fit import Available, MemoryPlan, choose_activations, describe_shortage, plan_memory
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, parse_shape
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import ParameterCounts, parameter_counts
-from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
-from vcore_ds.training.start_checks import check_memory
+from vcore_ds.planning.settings import (
+    DEFAULT_LOSS_MEMORY,
+    ActivationMemory,
+    LossMemory,
+    MemorySettings,
+    derive_plan_settings,
+)
+from vcore_ds.training.start_checks import check_memory, find_available_memory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
@@ -60,7 +66,7 @@ def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
         estimate_memory(SMALL, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
         for is_anchored in (False, True)
     )
-    assert anchored - loss == 2 * 1024 * 2**20 + 2 * 2048 * 2 * 1024
+    assert anchored - loss == 2 * 256 * 2**20 + 2 * 2048 * 2 * 1024
 
 
 @pytest.mark.parametrize(("lora", "num_bytes"), [(None, 2 + 4), (SMALL_LORA, 4)])
@@ -169,16 +175,41 @@ def test_settings_raise_or_lower_the_estimate() -> None:
     assert set(offloaded.host) == {"parameters", "gradients", "master weights", "moments"}
 
 
-def test_a_narrow_models_blocks_of_logits_are_larger_on_a_gpu() -> None:
-    """`loss_block_multiple` makes blocks 1 GiB instead of 256 MiB in fp32, plus half of that in bf16."""
-    kept_in_loss = {}
-    for hidden_size in (1024, 2048):
-        model = make_shape(28, hidden_size, 16, 3 * hidden_size, tied=True)
-        for on_gpu in (True, False):
-            phases = estimate_memory(model, replace(FULL, on_gpu=on_gpu)).phases
-            kept_in_loss[hidden_size, on_gpu] = phases["main"]["loss"]
-    assert kept_in_loss[1024, True] - kept_in_loss[1024, False] == 3 * 256 * 2**20 * 3 // 2
-    assert kept_in_loss[2048, True] == kept_in_loss[2048, False]
+def choose(num_bytes: float, settings: MemorySettings = FULL, *, recomputes_all: bool = False) -> ActivationMemory:
+    available = Available(int(num_bytes), 2**50)
+    chosen = choose_activations(QWEN3_32B, settings, None, available, recomputes_all=recomputes_all)
+    before, after = (estimate_memory(QWEN3_32B, replace(settings, activations=x)) for x in (ActivationMemory(), chosen))
+    assert available.holds_with_margin(after) or (chosen.num_kept, chosen.keeps_attention) == (0, False)
+    assert after.peak_bytes >= before.peak_bytes
+    return chosen
+
+
+def test_memory_that_is_free_keeps_activations() -> None:
+    """Large blocks of logits first, then outputs of attention, gradients by the logits, and layers."""
+    needed = estimate_memory(QWEN3_32B, FULL)
+    assert choose(needed.peak_bytes) == ActivationMemory(64)
+    everything = ActivationMemory(64, 64, True, LossMemory(2**31, keeps_logit_gradients=True))
+    assert choose(2**50) == everything
+    rooms = [needed.peak_bytes + needed.margin_bytes + gib * 2**30 for gib in range(0, 200, 10)]
+    chosen = [choose(room) for room in rooms]
+    with_gradients = [x.num_kept for x in chosen if x.loss.keeps_logit_gradients]
+    assert with_gradients == sorted(with_gradients) and with_gradients[-1] > 40
+    outputs = 64 * 16_384 * 64 * (2 * 128 + 4)  # layers, tokens, heads; bf16, and a log-sum-exp
+    by_hand = ActivationMemory(64, 1, True, LossMemory(2**31))
+    without = replace(by_hand, num_kept=0, keeps_attention=False)
+    kept = [estimate_memory(QWEN3_32B, replace(FULL, activations=x)).phases["main"] for x in (without, by_hand)]
+    layer = sum(kept[1].values()) - sum(kept[0].values()) - 63 * outputs // 64
+    # Of each token: inputs of the second norm and, by head, of those of queries and keys, each with an inverse in fp32;
+    # rotated queries and keys, values, output and log-sum-exp; gate and up; inputs of three linear layers.
+    norms = 2 * 5_120 + 2 * 4 + 72 * (2 * 128 + 4)
+    assert layer == 16_384 * (norms + 2 * 2 * 72 * 128 + 4 * 64 + 2 * 2 * 25_600 + 2 * (2 * 5_120 + 25_600))
+    assert choose(2**50, recomputes_all=True) == replace(everything, num_kept=0, keeps_attention=False)
+    lora = replace(FULL, lora=LoraConfig(rank=8, alpha=8))
+    assert choose(2**50, lora).loss == LossMemory(2**31)  # the gradient of a frozen weight is not needed
+    assert choose(2**50, replace(FULL, is_checkpointed=False)) == replace(everything, num_kept=0, keeps_attention=False)
+    on_cpu = choose(2**50, replace(FULL, on_gpu=False))
+    assert on_cpu == replace(everything, loss=DEFAULT_LOSS_MEMORY)
+    assert on_cpu.recomputed_share == 0 and choose(2**50, recomputes_all=True).recomputed_share == 1
 
 
 NUM_TOKENS = 96
@@ -334,20 +365,18 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
     memory = plan_tiny_model()
     needed = memory.estimate.peak_bytes
 
-    def set_available(num_bytes: int) -> None:
+    def find_available(num_bytes: int) -> Available:
         monkeypatch.setattr("vcore_ds.training.start_checks.available_memory_bytes", lambda: num_bytes)
+        return find_available_memory()
 
-    set_available(needed - 1)
     with pytest.raises(UserError, match="memory: found .* GiB of host memory for each rank"):
-        check_memory(memory, ENGINE)
-    check_memory(memory, ENGINE.model_copy(update={"memory_check": False}))
+        check_memory(memory, find_available(needed - 1), ENGINE)
+    check_memory(memory, find_available(needed - 1), ENGINE.model_copy(update={"memory_check": False}))
     assert capsys.readouterr().out == ""
-    set_available(needed)
-    check_memory(memory, ENGINE)
+    check_memory(memory, find_available(needed), ENGINE)
     assert "warning: memory: " in capsys.readouterr().out
-    set_available(needed + memory.estimate.margin_bytes)
-    check_memory(memory, ENGINE)
-    check_memory(None, ENGINE)
+    check_memory(memory, find_available(needed + memory.estimate.margin_bytes), ENGINE)
+    check_memory(None, find_available(0), ENGINE)
     assert capsys.readouterr().out == ""
 
 

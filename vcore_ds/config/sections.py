@@ -125,8 +125,9 @@ class ModelConfig(Section):
     """Attention of the passes with a gradient: `auto` uses the device's fused kernel, without masks, and allows Ulysses
     sequence parallelism; the others are Hugging Face's implementations, for architectures whose attention cannot be
     replaced."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward: less memory per token, steps about a third longer."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward: less memory per token, steps about a third longer. `auto` recomputes only
+    those for which memory does not suffice by the estimate."""
     activation_offload: bool = False
     """Keep activation checkpoints in host memory until the backward, for very long sequences."""
 

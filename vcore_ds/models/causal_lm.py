@@ -2,9 +2,10 @@
 the hub."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.models.attention import OUR_ATTENTION, SequenceLayout
+from vcore_ds.models.attention_kernels import keep_attention_outputs
 from vcore_ds.models.description import find_auto_class, read_model, refuse_unreadable_model, resolve_attention
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
@@ -35,6 +37,7 @@ from vcore_ds.models.token_loss import (
     reference_divergence,
     token_loss,
 )
+from vcore_ds.planning.settings import DEFAULT_LOSS_MEMORY, ActivationMemory
 
 # Fields that change logits, from `*ForCausalLM.forward` and `*ForConditionalGeneration.forward` of transformers 5.23; a
 # test reads those again.
@@ -101,6 +104,7 @@ class TokenLossHead(nn.Module):
         super().__init__()
         self.weight = weight
         self._transform, self._shard = transform, shard
+        self.memory = DEFAULT_LOSS_MEMORY
 
     def forward(
         self,
@@ -119,14 +123,15 @@ class TokenLossHead(nn.Module):
         if targets is None:
             return compute_raw_logits(hidden.flatten(0, -2), self.weight).unflatten(0, hidden.shape[:-1])
         weight = self.weight
-        options: dict[str, Any] = {"transform": self._transform, "shard": self._shard}
+        options: dict[str, Any] = {"transform": self._transform, "shard": self._shard, "memory": self.memory}
         if statistic is not None:
             return loss_and_statistic(hidden, weight, targets, statistic, **options)
         tangent = read_low_rank_tangent(self, "weight")
         losses = token_loss(hidden, weight, targets, **options, weight_tangent=tangent)
         if reference_hidden is None:
             return losses
-        return losses, reference_divergence(hidden, weight, reference_hidden, transform=self._transform)
+        options = {"transform": self._transform, "memory": self.memory}
+        return losses, reference_divergence(hidden, weight, reference_hidden, **options)
 
 
 class TokenLossModel(nn.Module):
@@ -177,6 +182,10 @@ class TokenLossModel(nn.Module):
                 layers.append(module)
                 nested.update(module.modules())
         return layers
+
+    def keep(self, activations: ActivationMemory) -> None:
+        """Keep what `activations` says for the backward."""
+        keep_activations(self.layers, self.base.get_output_embeddings(), activations)
 
     @property
     def has_adapters(self) -> bool:
@@ -236,6 +245,17 @@ class TokenLossModel(nn.Module):
             return hidden
         head = self.base.get_output_embeddings()
         return head(hidden, targets, statistic=statistic, reference_hidden=reference_hidden)
+
+
+def keep_activations(layers: Sequence[nn.Module], head: TokenLossHead, activations: ActivationMemory) -> None:
+    """Let checkpointed `layers` (`GradientCheckpointingLayer`s) and `head` keep what `activations` says, in place."""
+    head.memory = activations.loss
+    for i, layer in enumerate(layers):
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.gradient_checkpointing = i < len(layers) - activations.num_kept
+            if activations.keeps_attention:
+                func = partial(layer._gradient_checkpointing_func, context_fn=keep_attention_outputs)
+                layer._gradient_checkpointing_func = func
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The memory of a recipe on the ranks of a job, and what would make it smaller."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,9 @@ from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
+from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, estimate_fullest_load
-from vcore_ds.planning.settings import MemorySettings, PlanSettings
+from vcore_ds.planning.settings import ActivationMemory, LossMemory, MemorySettings, PlanSettings
 
 _MIN_PACK_TOKENS = 1024
 """Shortest pack that is offered: passes over shorter ones spend their time on all-gathers."""
@@ -118,6 +119,45 @@ class MemoryPlan:
         return {key: round(getattr(self.settings, key) * share) for key in keys}
 
 
+def choose_activations(
+    shape: ModelShape,
+    settings: MemorySettings,
+    counts: ParameterCounts | None,
+    available: Available,
+    *,
+    recomputes_all: bool,
+) -> ActivationMemory:
+    """Choose what a step keeps for its backward instead of computing it again: what saves most time for its bytes
+    first, as long as the estimate leaves its margin. `recomputes_all`: every checkpointed layer keeps its input alone;
+    so do those of architectures for which the estimate is not exact. `shape`, `counts`: as for `estimate_memory`."""
+    chosen = ActivationMemory(shape.num_layers)
+
+    def keep_first(candidates: Iterable[ActivationMemory]) -> None:
+        """Choose the first that fits, if any does."""
+        nonlocal chosen
+        for activations in candidates:
+            estimate = estimate_memory(shape, replace(settings, activations=activations), counts)
+            if available.holds_with_margin(estimate):
+                chosen = activations
+                return
+
+    keeps_layers = settings.is_checkpointed and not recomputes_all and shape.has_llama_norms
+    if settings.on_gpu:
+        keep_first(replace(chosen, loss=LossMemory(block_bytes)) for block_bytes in _LOSS_BLOCKS)
+    if keeps_layers:
+        keep_first([replace(chosen, keeps_attention=True)])
+    if settings.on_gpu and settings.lora is None and settings.number_bytes == 2:
+        keep_first([replace(chosen, loss=replace(chosen.loss, keeps_logit_gradients=True))])
+    if keeps_layers:
+        keep_first(replace(chosen, num_kept=number) for number in range(shape.num_layers, 0, -1))
+    return chosen
+
+
+_LOSS_BLOCKS = (2**31, 2**30, 2**29)
+"""Bytes of a block of the token loss on GPUs, largest first. Each block of a backward adds its term to an fp32 sum of
+the output embedding's gradient, and the GEMMs of small blocks do not fill a GPU."""
+
+
 def plan_memory(
     settings: PlanSettings,
     plan: BatchPlan,
@@ -126,12 +166,14 @@ def plan_memory(
     counts: ParameterCounts | None = None,
     *,
     on_gpu: bool,
+    available: Available | None = None,
 ) -> MemoryPlan | None:
     """Plan the memory of a run; None for a model whose sizes are unknown.
 
     `passes` says how the passes over the main and the probe batch use the ranks; where one is missing, its
     micro-batches are as large as the recipe allows. `counts` are those of the model itself, or of a rank's part with
-    tensor parallelism; None, or zeros, for those of its shape.
+    tensor parallelism; None, or zeros, for those of its shape. `available` decides what is not recomputed
+    (`choose_activations`); with None everything is.
     """
     shape, zero = plan.time_model.shape, deepspeed_config["zero_optimization"]
     if shape.hidden_size == 0:
@@ -158,7 +200,7 @@ def plan_memory(
         is_anchored=settings.method.is_anchored,
         optimizer=settings.optimizer.name,
         has_muon_direction=settings.estimator is not None and settings.probe.direction == "muon",
-        is_checkpointed=settings.model.gradient_checkpointing,
+        is_checkpointed=bool(settings.model.gradient_checkpointing),
         offloads_checkpoints=settings.model.activation_offload,
         offloads_parameters=_is_offloaded(zero, "offload_param"),
         offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
@@ -170,12 +212,17 @@ def plan_memory(
         on_gpu=on_gpu,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
+    known_counts = counts if counts is not None and counts.all > 0 else None
+    if available is not None:
+        recomputes_all = settings.model.gradient_checkpointing != "auto" or settings.model.activation_offload
+        activations = choose_activations(shape, memory_settings, known_counts, available, recomputes_all=recomputes_all)
+        memory_settings = replace(memory_settings, activations=activations)
     return MemoryPlan(
         plan,
         memory_settings,
         passes["main"].typical_parallel_size if "main" in passes else 1,
         settings.cutoff_length,
-        counts if counts is not None and counts.all > 0 else None,
+        known_counts,
         find_other_expert_sizes(settings, plan.num_ranks_of_job, shape),
     )
 
@@ -201,6 +248,18 @@ def describe_memory(plan: MemoryPlan) -> str:
         f"{gib(estimate.peak_bytes, 1)} GiB at the peak ({estimate.peak_phase}, "
         f"{plan.settings.main_tokens:,} tokens in a micro-batch){host}"
     )
+
+
+def describe_recomputation(settings: MemorySettings) -> str:
+    """One line on what the backward of a checkpointed model computes again; empty for other models."""
+    if not settings.is_checkpointed:
+        return ""
+    activations = settings.activations
+    recomputed = activations.num_layers - activations.num_kept
+    if recomputed == 0:
+        return "Activation checkpoints: none; memory suffices for the activations of all layers"
+    attention = " from the output of their attention" if activations.keeps_attention else ""
+    return f"Activation checkpoints: {recomputed} of {count(activations.num_layers, 'layer')} recomputed{attention}"
 
 
 def describe_tightness(plan: MemoryPlan, available: Available) -> str:

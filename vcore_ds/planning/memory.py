@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vcore_ds.planning.model_shape import LOSS_BLOCK_BYTES, ModelShape, loss_block_multiple
+from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, count_factors, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
 
@@ -200,12 +200,14 @@ class _Model:
         if experts is not None:
             self.mlp_width = math.ceil(self.copies * experts.width) + experts.shared_width
             self.unrouted_width = experts.shared_width
+        keeps = settings.activations.loss.keeps_logit_gradients
+        self.keeps_logit_gradients = keeps and settings.on_gpu and self.is_full and self.b < _FP32
         # A norm saves each number of its input in its dtype, or in fp32 with the factor of the weight's gradient.
         self.norm_bytes = self.b if shape.has_llama_norms else _FP32 * (1 + self.is_full)
 
     def estimate_gradient_pass(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Estimate the bytes of the forward and backward of one micro-batch, by kind."""
-        settings, b = self.settings, self.b
+        settings, shape, b = self.settings, self.shape, self.b
         kept = {
             "gathered parameters": self._estimate_gathered(),
             "activation checkpoints" if settings.is_checkpointed else "activations": (
@@ -218,6 +220,8 @@ class _Model:
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
         layer = self._estimate_layer_backward(num_tokens)
         loss = self._estimate_loss(num_tokens, has_gradient=True)
+        if self.keeps_logit_gradients:
+            kept["gradients by the logits"] = num_tokens * b * shape.vocabulary_size
         # The backward begins with the loss, while all activations are there, and ends with the layers.
         stages = [
             {"a layer's backward": layer, "whole gradients": gradients + coalesced},
@@ -238,10 +242,15 @@ class _Model:
     def estimate_kept_activations(self, num_tokens: int) -> int:
         """Estimate the bytes of activations that the backward needs: each layer's input, or all of them; and the last
         norm."""
-        shape, b = self.shape, self.b
+        shape, b, activations = self.shape, self.b, self.settings.activations
         between = _divide(num_tokens, self.settings.tensor)
         if self.settings.is_checkpointed:
-            return between * b * shape.hidden_size * (shape.num_layers + 1)
+            kept = between * b * shape.hidden_size * (shape.num_layers + 1)
+            kept += activations.num_kept * self._estimate_layer_kept(num_tokens)
+            if activations.keeps_attention:
+                of_layer = shape.num_heads * (b * shape.head_dim + _FP32)  # output and log-sum-exp of a token
+                kept += (shape.num_layers - activations.num_kept) * num_tokens * of_layer
+            return kept
         last_norm = between * (shape.hidden_size * (self.norm_bytes + b) + _FP32)
         return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm
 
@@ -361,11 +370,12 @@ class _Model:
 
     def _estimate_loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b
-        multiple = loss_block_multiple(shape.hidden_size, on_gpu=self.settings.on_gpu)
-        block = min(multiple * LOSS_BLOCK_BYTES, _FP32 * shape.vocabulary_size * num_tokens)
+        block = min(self.settings.activations.loss.block_bytes, _FP32 * shape.vocabulary_size * num_tokens)
         in_16_bits = block // 2 if b < _FP32 else 0  # beside the block in fp32
+        if has_gradient and self.keeps_logit_gradients:
+            in_16_bits = 0  # counted where they are kept
         hidden = num_tokens * b * shape.hidden_size
-        # On a GPU the GEMM returns fp32, and `logsumexp` copies the block once (measured on an H200).
+        # On a GPU the GEMM returns fp32. Without the kernel, of softcaps, `logsumexp` copies the block once.
         forward = block if self.settings.on_gpu else in_16_bits
         if has_tangent:
             # Logits and the loss's gradient by them; tangents are summed in the results of its GEMMs.
@@ -375,5 +385,5 @@ class _Model:
         if self.settings.is_anchored:
             # Logits of both models and their ratios; hidden states of both, and a gradient of each of the two losses.
             return 3 * block + in_16_bits + 5 * hidden
-        weight_bytes = (_FP32 + b) * self.embedding if self.is_full else 0
+        weight_bytes = (_FP32 * (not self.keeps_logit_gradients) + b) * self.embedding if self.is_full else 0
         return block + in_16_bits + 3 * hidden + weight_bytes

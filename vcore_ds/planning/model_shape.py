@@ -372,17 +372,3 @@ def _find_rope(config: Mapping[str, Any]) -> tuple[str, int | None]:
             limit = part.get(name, config.get(name, config.get("max_position_embeddings")))
             return kind, limit if isinstance(limit, int) else 0
     return "default", None
-
-
-LOSS_BLOCK_BYTES = 256 * 2**20
-"""Bytes of one fp32 `[block, V]` tensor of the token loss; a handful of them are alive at a time."""
-
-
-def loss_block_multiple(hidden_size: int, *, on_gpu: bool) -> int:
-    """Size of a block of the token loss, in units of `LOSS_BLOCK_BYTES`.
-
-    Each block of a backward adds to an fp32 sum of the output embedding's gradient: 12 bytes an element with the
-    block's term. On a GPU that takes longer than the block's GEMM, 12 to 18% of a step of models under 2B by a roofline
-    estimate. From a hidden size of 2,048 on, MoE models of 30B among them, memory is scarcer.
-    """
-    return 4 if on_gpu and hidden_size < 2048 else 1

@@ -96,10 +96,10 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 
 class PassWork:
     """One micro-step of a pass, in multiples of a plain forward."""
 
-    linear: int  # GEMMs of linear layers
-    attention: int  # GEMMs of attention that the result needs
+    linear: float  # GEMMs of linear layers
+    attention: float  # GEMMs of attention that the result needs
     gathers: int  # all-gathers of all parameters
-    exchanges: int  # exchanges of a forward within a sequence-parallel group
+    exchanges: float  # exchanges of a forward within a sequence-parallel group
     runs: int  # runs through the layers
     tangent_gathers: int = 0  # all-gathers of the direction of all trained parameters
     # GEMMs of linear layers, among `linear`, that run in FP8, in half the time; not those of experts and head
@@ -175,10 +175,12 @@ class StepPasses:
     def derive(cls, settings: MemorySettings, *, other_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
         """Derive the passes of a step with `other_forwards` over the main batch that serve no utilities."""
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
-        is_full, again = settings.lora is None, int(settings.is_checkpointed)
+        is_full, activations = settings.lora is None, settings.activations
+        again = activations.recomputed_share if settings.is_checkpointed else 0.0
+        attention = 3 + again * (not activations.keeps_attention)
         linear = (3 if is_full else 2) + again
         # The backward of FlashAttention computes the scores again, half a forward.
-        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=1, attention_again=0.5)
+        train = PassWork(linear, attention, gathers=2, exchanges=2 + again, runs=2, reduces=1, attention_again=0.5)
         tangents = derive_tangent_work(settings, is_fused=settings.is_fused)
         forwards = other_forwards
         utility: PassWork | None = None

@@ -87,6 +87,21 @@ DEFAULT_LOSS_MEMORY = LossMemory(256 * 2**20)
 
 
 @dataclass(frozen=True)
+class ActivationMemory:
+    """What a step keeps for its backward although it could compute it again (`planning.fit.choose_activations`)."""
+
+    num_layers: int = 1  # of the decoder
+    num_kept: int = 0  # of these, the last ones, layers of a checkpointed model that keep all their activations
+    keeps_attention: bool = False  # whether the checkpointed layers keep the output of their attention
+    loss: LossMemory = DEFAULT_LOSS_MEMORY
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the layers of a checkpointed model that are recomputed."""
+        return 1 - self.num_kept / self.num_layers
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """Settings of a run that determine a rank's memory."""
 
@@ -110,7 +125,8 @@ class MemorySettings:
     is_anchored: bool = False  # whether the loss includes the KL divergence from the base model
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     has_muon_direction: bool = False  # whether the direction is Muon's update
-    is_checkpointed: bool = False
+    is_checkpointed: bool = False  # whether layers keep only their input, and others what `activations` says
+    activations: ActivationMemory = ActivationMemory()
     offloads_checkpoints: bool = False  # whether activations wait in host memory for the backward
     offloads_parameters: bool = False
     offloads_optimizer: bool = False
@@ -121,5 +137,4 @@ class MemorySettings:
     ranks_of_second_copy: int = 1
     max_live_parameters: int = 10**9
     bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
-    # Whether ranks compute on GPUs, where the token loss of narrow models has larger blocks: `loss_block_multiple`
-    on_gpu: bool = True
+    on_gpu: bool = True  # whether ranks compute on GPUs, where a kernel computes the token loss

@@ -30,7 +30,7 @@ from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.model_folder import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import MemoryPlan, describe_memory, plan_memory
+from vcore_ds.planning.fit import Available, MemoryPlan, describe_memory, describe_recomputation, plan_memory
 from vcore_ds.planning.passes import ParameterCounts, derive_needed_passes
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training import console, run_folder, start_screen
@@ -57,7 +57,13 @@ from vcore_ds.training.profile import check_profile
 from vcore_ds.training.run_folder import begin_branch, can_resume
 from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
-from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
+from vcore_ds.training.start_checks import (
+    check_approximation,
+    check_derivatives,
+    check_memory,
+    check_start,
+    find_available_memory,
+)
 from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.training.weighting import check_function
 
@@ -102,12 +108,13 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     plan = plan_ranks(settings)
     ds_config = deepspeed_config(settings, plan)
     opened = open_run(recipe, plan, lock, resumes)
-    memory = describe_start(recipe, opened, settings, ds_config)
-    check_memory(memory, recipe.engine)
+    available = find_available_memory()
+    memory = describe_start(recipe, opened, settings, ds_config, available)
+    check_memory(memory, available, recipe.engine)
     parts = recipe.model, recipe.lora, recipe.method, recipe.data
     run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
     mark("loading the model", is_loading=True)
-    engine = build_engine(settings, ds_config)
+    engine = build_engine(settings, ds_config, None if memory is None else memory.settings.activations)
     # Computed now: the weights on disk may change before the first save.
     has_adapters = recipe.lora is not None
     frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(recipe.model.path, has_adapters=has_adapters))
@@ -228,17 +235,19 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
 
 
 def describe_start(
-    recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any]
+    recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any], available: Available
 ) -> MemoryPlan | None:
     """Print a description of the run, and return its estimated memory. A collective."""
     feed, num_done, num_steps = opened.data.feed, opened.num_done, opened.schedule.num_steps
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
     on_gpu = device().type == "cuda"
-    memory = plan_memory(settings, feed.plan, ds_config, utilization, parameters, on_gpu=on_gpu)
+    memory = plan_memory(settings, feed.plan, ds_config, utilization, parameters, on_gpu=on_gpu, available=available)
     if layout.is_first():
         lines = [f"{f'{title}:' if title else '':13} {text}" for title, text in list_facts(recipe, opened, parameters)]
         lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
+        if memory is not None and recipe.model.gradient_checkpointing == "auto":
+            lines.append(describe_recomputation(memory.settings))
         if not on_gpu and computes_in_fp32():
             lines.append("bf16 matrix multiplications are computed in fp32, as on CPUs without bf16 instructions")
         description = "\n".join([*lines, ""])

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from vcore_ds.models.lora import add_lora, load_adapter
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.passes import CPU, H100
-from vcore_ds.planning.settings import PlanSettings
+from vcore_ds.planning.settings import ActivationMemory, PlanSettings
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
 
@@ -52,12 +52,17 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
     return plan
 
 
-def build_engine(settings: PlanSettings, ds_config: dict) -> Engine:
-    """Build model, adapters, optimizer and ZeRO-3 engine. A collective."""
+def build_engine(
+    settings: PlanSettings, ds_config: dict[str, Any], activations: ActivationMemory | None = None
+) -> Engine:
+    """Build model, adapters, optimizer and ZeRO-3 engine. `activations`: what the backward need not compute again; None
+    for nothing. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(settings.seed)
     model = load_model(settings, ds_config)
     partition_experts(model)
+    if activations is not None:
+        model.keep(activations)
     model.train()
     return Engine(
         model,
@@ -78,7 +83,7 @@ def load_model(settings: PlanSettings, ds_config: dict) -> "TokenLossModel | Par
             model_settings.path,
             ds_config,
             dtype=dtype,
-            gradient_checkpointing=model_settings.gradient_checkpointing,
+            gradient_checkpointing=bool(model_settings.gradient_checkpointing),
             activation_offload=model_settings.activation_offload,
             say=say,
         )
@@ -87,7 +92,7 @@ def load_model(settings: PlanSettings, ds_config: dict) -> "TokenLossModel | Par
         ds_config,
         dtype=dtype,
         attention=model_settings.attention,
-        gradient_checkpointing=model_settings.gradient_checkpointing,
+        gradient_checkpointing=bool(model_settings.gradient_checkpointing),
         say=say,
     )
     adapted = base if lora is None else add_lora(base, lora)

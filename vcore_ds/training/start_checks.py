@@ -265,15 +265,20 @@ def check_approximation(
         console.say(f"Approximation: {agreement}")
 
 
-def check_memory(plan: MemoryPlan | None, engine: EngineConfig) -> None:
-    """Compare the estimate (None for a model of unknown size) with the free memory of the rank that has least, before
-    the model is loaded; warn if it is close. A collective. Raises UserError on all ranks alike, if the run cannot fit,
-    with the bytes by kind and how to need fewer."""
-    if plan is None or not engine.memory_check:  # on all ranks alike
-        return
+def find_available_memory() -> Available:
+    """Find the free memory of the rank that has least. A collective."""
     free = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
     device_bytes, host_bytes = map(min, zip(*free, strict=True))
-    available, estimate = Available(device_bytes, host_bytes, is_cpu=device().type == "cpu"), plan.estimate
+    return Available(device_bytes, host_bytes, is_cpu=device().type == "cpu")
+
+
+def check_memory(plan: MemoryPlan | None, available: Available, engine: EngineConfig) -> None:
+    """Compare the estimate (None for a model of unknown size) with the memory, before the model is loaded; warn if it
+    is close. Raises UserError on all ranks alike, if the run cannot fit, with the bytes by kind and how to need
+    fewer."""
+    if plan is None or not engine.memory_check:  # on all ranks alike
+        return
+    estimate = plan.estimate
     if not available.holds(estimate):
         raise UserError(describe_shortage(plan, available))
     if not available.holds_with_margin(estimate):

@@ -11,7 +11,7 @@ from vcore_ds.commands.plan.columns import GPU_OPTIONS, Column, PlanTable, build
 from vcore_ds.commands.plan.prediction import SIMULATED_MEAN, warn_of_positions
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import align_columns, count, gib
-from vcore_ds.planning.fit import find_shortage, format_memory_changes
+from vcore_ds.planning.fit import describe_recomputation, find_shortage, format_memory_changes
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW
 from vcore_ds.planning.passes import active_parameters
 
@@ -73,6 +73,7 @@ def describe(table: PlanTable) -> str:
         "",
         f"Model: {table.model}: {first.counts.all:,} parameters{routed}, {first.counts.trained:,} trained",
         f"Batch: {table.columns[-1].plan.batch.describe()}",
+        *([recomputation] if (recomputation := describe_recomputation(table.recipe_plan.memory.settings)) else []),
         *([] if warning is None else [warning]),
         "",
         *_list_assumptions(table),

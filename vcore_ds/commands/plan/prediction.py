@@ -202,7 +202,8 @@ def plan_run(
     if not main or (plan.probe_batch_size_global and not probe):
         sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"
         raise RecipeError([f"plan: found {sizes}; expected at most {_SIMULATED_SEQUENCES:,} of each"])
-    memory = plan_memory(settings, plan, ds_config, summarize_batches(batches), on_gpu=True)
+    available = Available(cluster.gpu.memory_bytes, cluster.host_bytes)
+    memory = plan_memory(settings, plan, ds_config, summarize_batches(batches), on_gpu=True, available=available)
     if memory is None:
         found = f"found {settings.model.path}, whose configuration lacks hidden or vocabulary size"
         raise RecipeError([f"model.path: {found}; expected the configuration of a decoder"])

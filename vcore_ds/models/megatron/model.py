@@ -18,7 +18,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
-from vcore_ds.models.causal_lm import TokenLossHead
+from vcore_ds.models.causal_lm import TokenLossHead, keep_activations
 from vcore_ds.models.megatron.parallel_layers import (
     ColumnLinears,
     DecoderLayer,
@@ -30,6 +30,7 @@ from vcore_ds.models.megatron.parallel_layers import (
 )
 from vcore_ds.models.megatron.weight_slices import head_dim, padded_vocabulary
 from vcore_ds.models.token_loss import PredictionStatistic, VocabularyShard
+from vcore_ds.planning.settings import ActivationMemory
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with RMSNorm before attention and MLP, rotary positions and a gated MLP."""
@@ -141,6 +142,10 @@ class ParallelTokenLossModel(nn.Module):
     def base(self) -> SimpleNamespace:
         """Object with the configuration, like `TokenLossModel.base`."""
         return SimpleNamespace(config=self.config)
+
+    def keep(self, activations: ActivationMemory) -> None:
+        """As `TokenLossModel.keep`."""
+        keep_activations(self.layers, self.lm_head, activations)
 
     def compute_buffers(self) -> None:
         """Recompute the rotary frequencies, which are not in the files: under zero.Init, which replaces torch's
