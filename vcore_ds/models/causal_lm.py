@@ -247,8 +247,9 @@ class TokenLossModel(nn.Module):
         return head(hidden, targets, statistic=statistic, reference_hidden=reference_hidden)
 
 
-def keep_activations(layers: Sequence[nn.Module], head: TokenLossHead, activations: ActivationMemory) -> None:
-    """Let checkpointed `layers` (`GradientCheckpointingLayer`s) and `head` keep what `activations` says, in place."""
+def keep_activations(layers: Sequence[Any], head: Any, activations: ActivationMemory) -> None:
+    """Let checkpointed `layers` (`GradientCheckpointingLayer`s) and `head` (a `TokenLossHead`) keep what `activations`
+    says, in place."""
     head.memory = activations.loss
     for i, layer in enumerate(layers):
         if getattr(layer, "gradient_checkpointing", False):

@@ -8,9 +8,14 @@ from vcore_ds.common.text import count, gib
 from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
-from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
+from vcore_ds.planning.memory import (
+    COALESCING_SHARE,
+    MemoryEstimate,
+    estimate_memory,
+    estimate_unsharded_gradients,
+)
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import ParameterCounts, estimate_fullest_load
+from vcore_ds.planning.passes import ParameterCounts, estimate_fullest_load, parameter_counts
 from vcore_ds.planning.settings import ActivationMemory, LossMemory, MemorySettings, PlanSettings
 
 _MIN_PACK_TOKENS = 1024
@@ -210,12 +215,18 @@ def plan_memory(
         coalesces_gradients=settings.engine.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         on_gpu=on_gpu,
-        **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
+        **_read_sizes(zero),
     )
     known_counts = counts if counts is not None and counts.all > 0 else None
     if available is not None:
         recomputes_all = settings.model.gradient_checkpointing != "auto" or settings.model.activation_offload
-        activations = choose_activations(shape, memory_settings, known_counts, available, recomputes_all=recomputes_all)
+        filled = memory_settings
+        if settings.engine.coalesce_gradient_reduction == "auto":  # which would take the margin that is left
+            unsharded = estimate_unsharded_gradients(
+                shape, filled, known_counts or parameter_counts(shape, filled.lora)
+            )
+            filled = replace(filled, coalesces_gradients=unsharded <= 2 * COALESCING_SHARE * available.device)
+        activations = choose_activations(shape, filled, known_counts, available, recomputes_all=recomputes_all)
         memory_settings = replace(memory_settings, activations=activations)
     return MemoryPlan(
         plan,
@@ -229,6 +240,10 @@ def plan_memory(
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}
 """DeepSpeed's keys for sizes in elements, and their fields in `MemorySettings`."""
+
+
+def _read_sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)}
 
 
 def _is_offloaded(zero: Mapping[str, Any], key: str) -> bool:

@@ -111,10 +111,10 @@ class PassWork:
     # GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU
     attention_again: float = 0.0
 
-    def count_hidden_state_exchanges(self, num_layers: int) -> tuple[int, int]:
+    def count_hidden_state_exchanges(self, num_layers: int) -> tuple[float, float]:
         """Count the exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and
         tangents travel together, twice the hidden states. Returns their number, and the hidden states they hold of each
-        token.
+        token, in the mean of the layers.
 
         A layer all-gathers before and reduce-scatters after attention and MLP, once more in a backward, and all-gathers
         the inputs of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py

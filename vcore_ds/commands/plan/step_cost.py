@@ -226,7 +226,7 @@ class StepModel:
         seconds += traffic.seconds(self.time.machine)
         cost.add("probe", seconds, weight * self.settings.rank_passes, {"factors of the direction": traffic})
 
-    def estimate_tensor_exchanges(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
+    def estimate_tensor_exchanges(self, work: PassWork, num_tokens: float) -> tuple[Traffic, float]:
         """Estimate the exchanges of one micro-step over a tensor-parallel group, which is in one node, and count them.
         Left out are those of the losses, 8 bytes for each token and GPU, and the sum of the gradients that all of them
         have, once a pass."""

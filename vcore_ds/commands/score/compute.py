@@ -45,7 +45,7 @@ from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.planning.batch_layout import Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import MemoryPlan, plan_memory
+from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
 from vcore_ds.planning.hardware import FAST, SLOW, Cluster, Gpu, find_gpu
 from vcore_ds.planning.passes import CPU, derive_passes, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
@@ -54,7 +54,13 @@ from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkp
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.setup import build_direction, build_engine, plan_ranks, start_ranks
-from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
+from vcore_ds.training.start_checks import (
+    check_approximation,
+    check_derivatives,
+    check_memory,
+    check_start,
+    find_available_memory,
+)
 from vcore_ds.training.start_screen import describe_data, describe_training
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
@@ -126,22 +132,28 @@ class Scoring:
         remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
         if any(remaining):
             longest = next(self._split_into_chunks(next(filter(None, remaining))))
-            memory = self._plan_memory(ds_config, longest)
-            check_memory(memory, recipe.engine)
+            available = find_available_memory()
+            memory = self._plan_memory(ds_config, longest, available)
+            check_memory(memory, available, recipe.engine)
             if memory is not None:
                 console.say(self._describe_cost(memory, remaining))
-            engine = build_engine(self.plan_settings, ds_config)
+            engine = build_engine(
+                self.plan_settings, ds_config, None if memory is None else memory.settings.activations
+            )
             self._compute(engine, remaining)
             engine.close()
         run_on_first_rank(self._write)
 
-    def _plan_memory(self, ds_config: Mapping[str, Any], longest: Sequence[int]) -> MemoryPlan | None:
+    def _plan_memory(
+        self, ds_config: Mapping[str, Any], longest: Sequence[int], available: Available
+    ) -> MemoryPlan | None:
         """Plan the memory of a rank; None for a model of unknown size. `longest`: positions of the first chunk."""
         recipe, plan, (_, main) = self.inputs.recipe, self.plan, self._lay_out(longest)
         probes = [plan.lay_out_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
         passes: dict[BatchKind, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
         counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-        memory = plan_memory(self.plan_settings, plan, ds_config, passes, counts, on_gpu=device().type == "cuda")
+        on_gpu = device().type == "cuda"
+        memory = plan_memory(self.plan_settings, plan, ds_config, passes, counts, on_gpu=on_gpu, available=available)
         if memory is None:
             return None
         # Only the pass over a trusted set has a backward; the one over the data has none.

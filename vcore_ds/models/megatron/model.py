@@ -145,7 +145,7 @@ class ParallelTokenLossModel(nn.Module):
 
     def keep(self, activations: ActivationMemory) -> None:
         """As `TokenLossModel.keep`."""
-        keep_activations(self.layers, self.lm_head, activations)
+        keep_activations(list(self.layers), self.lm_head, activations)
 
     def compute_buffers(self) -> None:
         """Recompute the rotary frequencies, which are not in the files: under zero.Init, which replaces torch's
