@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
@@ -17,6 +18,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
 from vcore_ds.models.lora import build_empty_adapted_model, load_adapter
 from vcore_ds.models.model_identity import check_adapter_base, compute_model_digest
+from vcore_ds.training.run_folder import set_aside_result
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -52,8 +54,29 @@ def test_a_run_and_a_checkpoint_stand_for_their_export(recipe: Path, tmp_path: P
     assert (loaded.lora.rank, loaded.lora.alpha, loaded.lora.target_modules) == (4, 12.0, "all-linear")
     write_checkpoint(run, 20, {name: 2 * master for name, master in masters.items()})
     assert f"in {exported};" in find_problem(recipe, f"lora.adapter={run}"), "an export of earlier weights"
-    (run / "recipe.yaml").write_text("lora: [")
-    assert f"{run / 'recipe.yaml'}: is damaged" in find_problem(recipe, f"model.path={run}")
+    export_run(run, checkpoint="step_00000020", output=tmp_path / "finished").rename(run / "adapter")
+    shutil.rmtree(run / "checkpoints")
+    assert f"lora.adapter: {named}: " in find_problem(recipe, f"lora.adapter={named}"), "no digest to compare"
+    merged = export_run(run, merge=True)
+    assert load_recipe(recipe, [f"model.path={run}"]).model.path == str(merged) == f"{run}/export/adapter/merged"
+    weights = run / "adapter" / "adapter_model.safetensors"
+    save_file({name: 2 * x for name, x in load_file(weights).items()}, weights)
+    assert f"in {merged};" in find_problem(recipe, f"model.path={run}"), "a merged export of an earlier adapter"
+    for text in ("lora: [", "lora: null", "lora: {rank: 1}\nmodel: 1", "[" * 9999):
+        (run / "recipe.yaml").write_text(text)
+        assert f"{run / 'recipe.yaml'}: is damaged" in find_problem(recipe, f"model.path={run}")
+
+
+def test_results_that_are_set_aside_replace_none(tmp_path: Path) -> None:
+    """The run has no checkpoints, whose steps could name them; the last has the same number of steps."""
+    for number, step in enumerate((2, 5, 5), start=1):
+        (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i + 1}}}\n' for i in range(step)))
+        write_yaml(tmp_path / "model" / "number", str(number))
+        write_yaml(tmp_path / "held_out.json", str(number))
+        set_aside_result(tmp_path, 0, is_adapter=False)
+    kept = {path.name: path.read_text() for path in tmp_path.glob("held_out*")}
+    assert kept == {f"held_out_step_0000000{name}.json": text for name, text in (("2", "1"), ("5", "2"), ("5_2", "3"))}
+    assert len({path.read_text() for path in tmp_path.glob("model_step_*/number")}) == 3
 
 
 def test_what_has_no_adapter_is_none(recipe: Path, tmp_path: Path) -> None:
@@ -98,9 +121,18 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(adapter: Path, recipe: P
 
 def test_another_base_model_is_refused(adapter: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
-    check_adapter_base(adapter, str(base))
+    assert check_adapter_base(adapter, str(base)) is None
     with pytest.raises(UserError, match=f"model.path: found {tmp_path}/other"):
         check_adapter_base(adapter, f"{tmp_path}/other")
+    copy, retrained = (Path(shutil.copytree(base, tmp_path / name / "base")) for name in "ab")
+    assert check_adapter_base(adapter, str(copy)) is None
+    weights = load_file(retrained / "model.safetensors")
+    save_file({name: 2 * x for name, x in weights.items()}, retrained / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"model.path: found {retrained}"):
+        check_adapter_base(adapter, str(retrained))
+    moved = base.rename(tmp_path / "moved")
+    assert f"{base} or its weights are not on this machine" in (check_adapter_base(adapter, str(copy)) or "")
+    moved.rename(base)
     (adapter / "README.md").write_text(f"---\nbase_digest: {compute_model_digest(str(base))}\n---\n")
     check_adapter_base(adapter, str(base.rename(tmp_path / "moved")))
     write_model(base, tied=True)

@@ -11,11 +11,12 @@ import yaml
 from pydantic import TypeAdapter
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import read_json, reading
+from vcore_ds.common.paths import compute_file_digest, read_json, reading
 from vcore_ds.common.text import shorten
 from vcore_ds.config.schema import iter_values
 
 RECIPE, CARD, ADAPTER_CONFIG = "recipe.yaml", "README.md", "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """File names: of a run, of exported folders, and of adapters in peft's format."""
 
 _WITHOUT_EFFECT = set(
@@ -46,7 +47,10 @@ def find_export(path: str, key: str, kind: str) -> tuple[Path, dict[str, Any]] |
         try:
             recipe = yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))
             has_adapter = recipe["lora"] is not None
-        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+            if has_adapter and not recipe["lora"].keys() >= {"rank", "alpha", "target_modules"}:
+                raise KeyError
+            os.fspath(recipe["model"]["path"])
+        except (yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise UserError(f"{key}: {run / RECIPE}: is damaged; expected the recipe of a run") from None
         if kind == "adapter" and not has_adapter:
             raise UserError(f"{key}: {path}: is a run that trained all parameters; expected one that trained adapters")
@@ -55,11 +59,19 @@ def find_export(path: str, key: str, kind: str) -> tuple[Path, dict[str, Any]] |
             return run / name, recipe
         options = " --merge" * (name == "merged") + f" --checkpoint {folder.name}" * is_checkpoint
         if not is_checkpoint:
-            marks = [mark for mark in run.glob("checkpoints/step_*/COMPLETE") if mark.parent.suffix == ""]
+            marks = [mark for mark in run.glob("checkpoints/step_*/COMPLETE") if mark.parent.name[5:].isdigit()]
             folder = max((mark.parent for mark in marks), key=lambda one: int(one.name[5:]), default=run / "adapter")
         export, mark = run / "export" / folder.name / name, folder / "COMPLETE"
         digest = mark.read_text(encoding="utf-8").strip() if mark.is_file() else ""
-        if not (export / CARD).is_file() or digest not in (export / CARD).read_text(encoding="utf-8"):
+        if not is_checkpoint and (folder / ADAPTER_WEIGHTS).is_file():  # the checkpoints were removed
+            digest = compute_file_digest(folder / ADAPTER_WEIGHTS)
+        if is_checkpoint and not digest and export.is_dir():
+            raise UserError(
+                f"{key}: {path}: found no finished checkpoint with which its export could be compared; expected one. "
+                f"Name the export itself to take it as it is: {export}"
+            )
+        card = (export / CARD).read_text(encoding="utf-8") if digest and (export / CARD).is_file() else ""
+        if not digest or digest not in card:
             raise UserError(
                 f"{key}: {path}: found no export of its present weights in {export}; expected what `vcore-ds export "
                 f"{shlex.quote(str(run))}{options}` writes there (remove an older one)"

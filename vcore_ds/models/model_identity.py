@@ -4,6 +4,7 @@ The digest tells models apart without reading 100 GB.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import expand_home, reading
-from vcore_ds.config.results import read_adapter_config
+from vcore_ds.config.results import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
@@ -67,18 +68,29 @@ def identify_base_model(path: str, *, hub_id: str | None = None) -> BaseModel:
     return BaseModel(name, hub_id, known_license, tuple(stages))
 
 
-def check_adapter_base(adapter: Path, path: str) -> None:
-    """Raise UserError unless `path` is the base model of an adapter, by the digest in its card or else by its name."""
+def check_adapter_base(adapter: Path, path: str, key: str = "model.path") -> str | None:
+    """Raise UserError, which begins with `key`, unless `path` is the base model of an adapter: by the digest in its
+    card, or else by that of the model that its configuration names. Return a warning where that model is not on this
+    machine, so that only its name can be compared."""
     named = read_adapter_config(adapter).get("base_model_name_or_path") or path
-    is_base = named == path or identify_base_model(named).name == identify_base_model(path).name
-    if (recorded := read_card_metadata(adapter / CARD).get("base_digest")) is not None:
-        with suppress(UserError):  # not downloaded yet
-            is_base = recorded == compute_model_digest(path)
+    recorded, warning = read_card_metadata(adapter / CARD).get("base_digest"), None
+    # As folders where they are: weights that only transformers reads have no digest.
+    is_base = named == path or (os.path.exists(named) and os.path.exists(path) and os.path.samefile(named, path))
+    try:
+        if recorded is not None or not is_base:
+            is_base = compute_model_digest(path) == (recorded or compute_model_digest(named))
+    except UserError:  # one of them is not on this machine
+        is_base = is_base or identify_base_model(named).name == identify_base_model(path).name
+        warning = (
+            f"{key}: {path}: cannot be compared with the base model of the adapter {adapter} but by name and shapes: "
+            f"{named} or its weights are not on this machine. Make sure that it is the same model"
+        )
     if not is_base:
         raise UserError(
-            f"model.path: found {path}, which is not the base model of lora.adapter {adapter}; expected the model that "
-            f"it was trained on ({named}), with the same weights"
+            f"{key}: found {path}, which is not the base model of the adapter {adapter}; expected the model that it "
+            f"was trained on ({named}), with the same weights"
         )
+    return warning
 
 
 def is_hub_id(text: str) -> bool:
@@ -100,7 +112,7 @@ RULE = "2:"
 """Prefix of digests. Those of vcore_ds 0.7 and before, of the first and the last MiB of each safetensors file, have
 none."""
 
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """Files that transformers also loads if they exist."""
 
 

@@ -19,7 +19,7 @@ from vcore_ds.models.description import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, load_adapter
 from vcore_ds.models.model_identity import CARD_TAG, BaseModel, check_adapter_base, identify_base_model
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-from vcore_ds.training import run_folder
+from vcore_ds.training import console, run_folder
 from vcore_ds.training.evaluation_folder import read_evaluation
 
 Kind = Literal["adapter", "model", "merged"]
@@ -104,7 +104,8 @@ def rehearse_result(
     is loaded. Raises what the end of the run would raise."""
     with tempfile.TemporaryDirectory() as temporary:
         if lora is not None and lora.adapter is not None:
-            check_adapter_base(Path(lora.adapter), model.path)
+            if (warning := check_adapter_base(Path(lora.adapter), model.path)) is not None:
+                console.warn(warning)
             load_adapter(build_empty_adapted_model(model.path, lora), Path(lora.adapter))
         card = make_model_card(Path(temporary), model.path, lora, method, data, "model" if lora is None else "adapter")
         write_without_weights(model, lora, tokenizer, card, Path(temporary) / "result")

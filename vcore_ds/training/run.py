@@ -325,7 +325,7 @@ def begin_folder(
             lambda: run_folder.set_aside_result(folder, opened.newest_step, is_adapter=is_adapter)
         )
         for path in moved or []:
-            console.say(f"The run had finished and goes on: its result after step {opened.newest_step} is {path}")
+            console.say(f"The run had finished and goes on: its earlier result is {path}")
     else:  # not earlier: every check comes before the first file
         run_on_first_rank(lambda: lock_run_folder(recipe, lock, False))
     log = run_on_first_rank(lambda: open_log(recipe, opened))

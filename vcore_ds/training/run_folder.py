@@ -67,14 +67,17 @@ def check_output_folder(folder: Path) -> None:
 
 
 def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[Path]:
-    """Rename the results of a finished run of `num_steps` to `NAME_step_NNNNNNNN`, before the run goes on; return the
-    new paths. On rank 0."""
+    """Rename the results of a finished run to `NAME_step_NNNNNNNN`, before the run goes on, or to that and `_2` where
+    an earlier one has this name; return the new paths. On rank 0. `num_steps`: of the newest checkpoint, for a run
+    without metrics; checkpoints may have been removed."""
     moved = []
+    with suppress(UserError):
+        num_steps = int(read_run_metrics(folder)[-1]["step"] or 0)
     with writing("run.output_dir", folder):
         for path in (export_folder(folder, is_adapter=is_adapter), folder / HELD_OUT, folder / RUN_EVALUATION):
             if path.exists():
-                target = path.with_name(f"{path.stem}_step_{num_steps:08d}{path.suffix}")
-                discard(target)
+                names = (f"{path.stem}_step_{num_steps:08d}{end}{path.suffix}" for end in ("", *(f"_{i}" for i in range(2, 1_000))))
+                target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
                 path.rename(target)
                 moved.append(target)
     return moved
