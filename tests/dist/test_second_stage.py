@@ -21,7 +21,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.score import compute, read_inputs
 from vcore_ds.config.load import load_recipe
-from vcore_ds.data.scores_folder import read_traces
+from vcore_ds.data.scores_folder import read_scores, read_traces
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.training import run
 
@@ -33,9 +33,9 @@ RATES = {"first": 1e-3, "second": 3e-3}
 STEPS, EPS = 2, 1e-4
 
 
-def train(folder: Path, output: str, stage: str, begins_from: str, *, stops: bool = False) -> None:
+def train(folder: Path, output: str, stage: str, *begins_from: str, stops: bool = False) -> None:
     """Train a stage; `stops`: after its first step, and resume."""
-    words = [f"data.train_path={folder / stage}.jsonl", f"optimizer.learning_rate={RATES[stage]}", begins_from]
+    words = [f"data.train_path={folder / stage}.jsonl", f"optimizer.learning_rate={RATES[stage]}", *begins_from]
     words += [f"batch.global_size={len(DATA[stage])}", f"run.output_dir={folder / output}"]
     recipe = load_recipe(folder / "sft.yaml", words)
     if stops:
@@ -53,6 +53,10 @@ def train_all(folder: Path) -> None:
     words = ["model.precision=fp32", f"engine.deepspeed_config={folder}/zero3.json", f"data.cache_dir={folder}/cache"]
     good, pool = [f"good={folder}/second.jsonl"], f"{folder}/first.jsonl"
     compute.score(read_inputs(f"{folder}/plain", words, good, None, folder / "scores", data=pool))
+    # A run that is scored, selected from and gone on from.
+    compute.score(read_inputs(f"{folder}/full_1", [], good, None, folder / "scores of full_1"))
+    keep = f"data.keep={{scores: '{folder}/scores of full_1', top: 1.0}}"
+    train(folder, "full_kept", "first", f"model.path={folder}/full_1", keep)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,10 @@ def test_an_adapter_is_scored_by_the_gradients_of_its_parameters(folder: Path) -
         expected.append(sum(float((a * b).sum()) for a, b in zip(gradients, along, strict=True)))
     sums_of_traces = read_traces(folder / "scores", ["utility_sum.good"])["utility_sum.good"]
     assert sums_of_traces.tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_scores_and_selections_name_the_weights_that_were_scored(folder: Path) -> None:
+    adapter, run = (read_scores(folder / name) for name in ("scores", "scores of full_1"))
+    assert (adapter.adapter, adapter.weights) == (f"{folder}/plain", f"{folder}/plain on {folder}/model")
+    assert run.weights == f"{folder}/full_1 after step 2" and run.adapter is None
+    assert json.loads((folder / "full_kept" / "environment.json").read_text())["kept"]["scored_weights"] == run.weights

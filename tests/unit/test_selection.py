@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers.recipes import smallest_recipe
+from tests.helpers.recipes import smallest_recipe, write_yaml
 from tests.helpers.scores import write_scores_folder
 from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import compute_file_digest
 from vcore_ds.config.data_section import DataConfig, KeepConfig
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
@@ -27,9 +28,10 @@ from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import KeptDataset, select_positions
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.scores_folder import read_scores, write_scores
+from vcore_ds.data.scores_folder import ScoredCheckpoint, read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training.keep import read_kept, read_matching_kept
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
@@ -133,7 +135,11 @@ OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "tokenizer": ({}, {"tokenizer_hash": "1", "digest": "2"}, "found scores of .* with another tokenizer "),
     "template": ({}, {"chat_template_hash": "1"}, "found scores of .* with another chat template "),
     "two folders": ({}, {"num_sequences": 13}, "found 12 traces in scores.parquet and 13 in scores.json"),
-    "model": ({"model": "m", "model_digest": "2:" + "3" * 64}, {}, r"another model \(m, 2:33.*those with model.path"),
+    "model": (
+        {"model": "m", "model_digest": "2:" + "3" * 64},
+        {},
+        r"other weights \(m; model 2:33.*those of model.path",
+    ),
 }
 
 
@@ -148,6 +154,65 @@ def test_scores_of_others_are_refused(
     with pytest.raises(UserError, match=message) as error:
         read_matching_kept(keep, open_store(setup), str(setup / "model"))
     assert "\n" not in str(error.value)
+
+
+# (what was scored, with which weights the run begins; with the weights of a checkpoint: has their digest on its card)
+STARTS: dict[str, tuple[str, list[str]]] = {
+    "base": ("base", ["base"]),
+    "base and adapter": ("adapter", ["adapter"]),
+    "full run": ("run", ["base", "result", "export of the checkpoint"]),
+    "run of adapters": (
+        "LoRA run",
+        ["base", "result adapter", "adapter of the checkpoint", "export of the checkpoint"],
+    ),
+    "run of adapters that began with one": (
+        "LoRA run from the adapter",
+        ["adapter", "adapter of the checkpoint", "export of the checkpoint"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("scored", "accepted"), STARTS.values(), ids=STARTS)
+def test_a_run_begins_with_the_weights_that_were_scored_or_goes_on_from_them(
+    setup: Path, tmp_path: Path, scored: str, accepted: list[str]
+) -> None:
+    base, starts = str(setup / "model"), dict[str, tuple[str, str | None]]()
+    for name in ("base", "result", "export of the checkpoint", "other model"):
+        starts[name] = base, None
+        if name != "base":
+            file = Path(shutil.copytree(base, tmp_path / name)) / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + bytes([len(starts)]))
+            starts[name] = str(file.parent), None
+    for name in ("adapter", "result adapter", "adapter of the checkpoint", "other adapter"):
+        write_yaml(tmp_path / name / "adapter_model.safetensors", f"weights of the {name}")
+        starts[name] = base, str(tmp_path / name)
+    for name in ("export of the checkpoint", "adapter of the checkpoint"):
+        digest = "c" * 64 if "LoRA" in scored or "export" in name else "another one"
+        (tmp_path / name / "README.md").write_text(f"---\ncheckpoint: {digest}\n---\n")
+    starts["other base"] = starts["other model"][0], starts["adapter of the checkpoint"][1]
+    weights = tmp_path / ("result adapter" if scored.startswith("LoRA") else "result") / "adapter_model.safetensors"
+    result = compute_file_digest(weights) if weights.exists() else compute_model_digest(str(weights.parent))
+    begun_with = tmp_path / "adapter" if "adapter" in scored else None
+    changes: dict[str, Any] = {"checkpoints": [ScoredCheckpoint("run", 3, 1.0, "c" * 64)], "result_digest": result}
+    if "from" in scored:
+        changes["result_digest"] = None
+    changes = changes if "run" in scored else {}
+    if begun_with is not None:
+        changes["adapter"] = str(begun_with)
+        changes["adapter_digest"] = compute_file_digest(begun_with / "adapter_model.safetensors")
+    shutil.copytree(setup / "one", tmp_path / "x")
+    write_scores(tmp_path / "x", replace(read_scores(tmp_path / "x"), **changes))
+    keep, refused = KeepConfig(scores=str(tmp_path / "x"), top=0.5), []
+    for name, start in starts.items():
+        try:
+            origin = read_matching_kept(keep, open_store(setup), *start).origin()
+        except UserError as error:
+            assert "data.keep.scores: " in str(error)
+            refused.append(name)
+    assert sorted(starts.keys() - set(refused)) == sorted(accepted)
+    assert origin["scored_weights"] == (
+        "run after step 3" if "run" in scored else f"{begun_with} on {base}" if begun_with else base
+    )
 
 
 def test_scores_that_are_not_finished_are_refused(setup: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from datetime import date, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,9 @@ def main(arguments: argparse.Namespace) -> None:
             write_weights(selection, sharpness, output)
             rest = f"train on it with: method.name=stored data.token_weights={output}"
         else:
-            entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
+            entries: dict[str, Any] = {"data": scores.data.path, "scored": scores.date, **selection.origin()}
+            entries |= {name: getattr(scores, name) for name in ("model", "model_digest", "adapter", "adapter_digest")}
+            entries["checkpoints"] = [asdict(checkpoint) for checkpoint in scores.checkpoints]
             with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
                 # UTF-8 cannot encode half of a surrogate pair; the backslash escape of it is JSON's, too.
                 with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:

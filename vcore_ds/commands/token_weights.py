@@ -40,7 +40,8 @@ def write_weights(selection: KeptTraces, sharpness: tuple[str, float], output: P
     metadata = scores_folder.read_metadata(path, _EXPECTED)
     if metadata.get("digest") != data.digest:
         raise UserError(f"SCORES: {path}: found utilities of other tokens than scores.json names; expected {_EXPECTED}")
-    described = {**metadata, "set": keep.set, sharpness[0]: sharpness[1], "model": selection.scores.model_digest}
+    made_with = {"model": selection.scores.model_digest, "scored_weights": selection.scores.weights}
+    described = {**metadata, "set": keep.set, sharpness[0]: sharpness[1], **made_with}
     with Progress("Weights", len(selection.positions)) as progress:
         scores_folder.write_token_table(output, _weighted_rows(selection, path, sharpness, progress), described)
 

@@ -125,7 +125,19 @@ class Scores:
     date: str  # UTC, ISO 8601
     probe_rank: int | None = field(default=None, kw_only=True)
     """Rank of the approximations of the gradient's matrices; None for exact utilities."""
+    adapter: str | None = field(default=None, kw_only=True)
+    """Folder of the trained adapter that was scored, or from which the run of the checkpoints began."""
+    adapter_digest: str | None = field(default=None, kw_only=True)  # of its weights; empty if they were gone
+    result_digest: str | None = field(default=None, kw_only=True)
+    """Digest of the result of the run, an adapter's file or a model, if it is that of the last checkpoint."""
     format: Literal[1] = 1  # version of this format
+
+    @property
+    def weights(self) -> str:
+        """The weights that were scored, for messages."""
+        if self.checkpoints:
+            return f"{self.checkpoints[0].run} after step {', '.join(f'{one.step:,}' for one in self.checkpoints)}"
+        return self.model if self.adapter is None else f"{self.adapter} on {self.model}"
 
 
 _SCORES = TypeAdapter(Scores)

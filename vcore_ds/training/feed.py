@@ -163,6 +163,7 @@ class DataReader:
     settings: DataConfig
     model: str
     tokenizer: PreTrainedTokenizerBase
+    adapter: str | None = None  # lora.adapter, for the check of scores
     _stores: dict[str, TokenStore] = field(default_factory=dict, init=False)
 
     @property
@@ -203,7 +204,7 @@ class DataReader:
         """Select traces by `data.keep`; None without it."""
         if (keep := self.settings.keep) is None:
             return None
-        kept = run_first_rank_first(lambda: read_matching_kept(keep, store, self.model))
+        kept = run_first_rank_first(lambda: read_matching_kept(keep, store, self.model, self.adapter))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
         if len(set(layout.gather_objects("job", kept.digest))) > 1:
             raise UserError(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading, unfinished_path
+from vcore_ds.common.paths import compute_file_digest, reading, unfinished_path
 from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.config.problems import did_you_mean
+from vcore_ds.config.results import ADAPTER_WEIGHTS, CARD
 from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import Store, select_positions
 from vcore_ds.data.scores_folder import Scores
-from vcore_ds.models.model_identity import compute_model_digest
+from vcore_ds.models.model_identity import compute_model_digest, read_card_metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,7 @@ class KeptTraces:
         return {
             **self.keep.model_dump(mode="json"),
             "digest": self.digest,
+            "scored_weights": self.scores.weights,
             "kept": len(self.positions),
             "traces": len(self.sources),
             "kept_of_source": {name: list(numbers) for name, numbers in self.counts_by_source.items()},
@@ -90,9 +92,10 @@ def read_kept(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".for
     return KeptTraces(keep, scores, digest, positions, sources)
 
 
-def read_matching_kept(keep: KeepConfig, store: Store, model: str) -> KeptTraces:
+def read_matching_kept(keep: KeepConfig, store: Store, model: str, adapter: str | None = None) -> KeptTraces:
     """Read the kept traces. Raises UserError, beside those of `read_kept`, unless the scores were made with the data,
-    tokenizer, template and model of the run. `model`: model.path."""
+    tokenizer and template of the run, and with the weights with which it begins; or else at checkpoints of a run that
+    began with the same weights, or goes on in this one. `model`: model.path; `adapter`: lora.adapter."""
     kept = read_kept(keep)
     folder, scored = kept.keep.scores, kept.scores.data
     hashes = scored.tokenizer_hash, scored.chat_template_hash, scored.digest
@@ -101,11 +104,21 @@ def read_matching_kept(keep: KeepConfig, store: Store, model: str) -> KeptTraces
             f"data.keep.scores: {folder}: found scores of {scored.path} with {difference}; expected the same. Score "
             "data.train_path as it is now"
         )
-    actual, expected = kept.scores.model_digest, compute_model_digest(model)
-    if actual != expected:
+    scores, digest = kept.scores, compute_model_digest(model)
+    adapter_digest, exported = None, False
+    if adapter is not None:
+        with reading("lora.adapter", Path(adapter), "a trained adapter"):
+            adapter_digest = compute_file_digest(Path(adapter, ADAPTER_WEIGHTS))
+    if scores.checkpoints:
+        own = {adapter_digest or digest, read_card_metadata(Path(adapter or model, CARD)).get("checkpoint")}
+        exported = bool(own & {scores.result_digest, *(one.digest for one in scores.checkpoints)} - {None, ""})
+    begins_alike = digest == scores.model_digest and adapter_digest == scores.adapter_digest
+    if not (begins_alike or (exported and (adapter is None or digest == scores.model_digest))):
+        begin = f"model.path {model} ({digest[:12]})" + (f" and lora.adapter {adapter}" if adapter is not None else "")
         raise UserError(
-            f"data.keep.scores: {folder}: found scores with another model ({kept.scores.model}, {actual[:12]}); "
-            f"expected those with model.path {model} ({expected[:12]}). Score with this model, or set model.path"
+            f"data.keep.scores: {folder}: found scores with other weights ({scores.weights}; model "
+            f"{scores.model_digest[:12]}); expected those of {begin}. Score with these, or set model.path and "
+            "lora.adapter"
         )
     return kept
 

@@ -196,7 +196,8 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> O
             console.say(f"{folder} holds this run without a checkpoint: it begins at its first step")
 
     mark("reading data", is_loading=True)
-    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path))
+    adapter = recipe.lora and recipe.lora.adapter
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), adapter)
     feed, validation = read_data(recipe, plan, reader)
     learning_rate, per_step = recipe.optimizer.learning_rate, feed.main_order.batch_size
     schedule = derive_schedule(recipe.schedule, learning_rate, len(feed.dataset), per_step)

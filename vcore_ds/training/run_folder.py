@@ -76,7 +76,10 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
     with writing("run.output_dir", folder):
         for path in (export_folder(folder, is_adapter=is_adapter), folder / HELD_OUT, folder / RUN_EVALUATION):
             if path.exists():
-                names = (f"{path.stem}_step_{num_steps:08d}{end}{path.suffix}" for end in ("", *(f"_{i}" for i in range(2, 1_000))))
+                names = (
+                    f"{path.stem}_step_{num_steps:08d}{end}{path.suffix}"
+                    for end in ("", *(f"_{i}" for i in range(2, 1_000)))
+                )
                 target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
                 path.rename(target)
                 moved.append(target)

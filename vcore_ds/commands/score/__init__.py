@@ -79,6 +79,7 @@ class ScoreInputs:
     output: Path
     again: bool = False
     all_tokens: bool = False  # write the utilities of all tokens, not only of the best and worst traces'
+    adapter: str | None = None  # folder of the adapter that is scored, or from which the run began
 
 
 def read_inputs(
@@ -136,7 +137,8 @@ def read_inputs(
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
     scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
-    return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, all_tokens)
+    adapter = recipe.lora and recipe.lora.adapter
+    return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, all_tokens, adapter)
 
 
 def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> Recipe:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepModel
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
@@ -28,6 +27,7 @@ from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, compute_file_digest, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count, duration, gib
+from vcore_ds.config.results import ADAPTER_WEIGHTS
 from vcore_ds.config.schema import flat_values
 from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
@@ -38,10 +38,11 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import mark, watching
+from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.description import DTYPES
-from vcore_ds.models.model_identity import compute_model_digest
+from vcore_ds.models.model_identity import check_adapter_base, compute_model_digest
 from vcore_ds.planning.batch_layout import Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -49,7 +50,7 @@ from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
 from vcore_ds.planning.hardware import FAST, SLOW, Cluster, Gpu, find_gpu
 from vcore_ds.planning.passes import CPU, derive_passes, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training import console
+from vcore_ds.training import console, run_folder
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
@@ -198,8 +199,10 @@ class Scoring:
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
         digests = {name: trusted.digest for name, trusted in self.sets.items()}
-        if (lora := self.inputs.recipe.lora) is not None and lora.adapter is not None:
-            digests["lora.adapter"] = compute_file_digest(Path(lora.adapter, SAFETENSORS_WEIGHTS_NAME))
+        recipe = self.inputs.recipe
+        adapter = recipe.lora and recipe.lora.adapter
+        if adapter and (warning := check_adapter_base(Path(adapter), recipe.model.path)) is not None:
+            console.warn(warning)
         identity = describe_inputs(flat_values(self.inputs.recipe), self._description(), ds_config, digests)
         with writing("--output", self.folder, NEW_FOLDER):
             resume_or_begin(self.folder, identity, console.say, again=self.inputs.again)
@@ -308,7 +311,7 @@ class Scoring:
 
     def _description(self) -> Scores:
         """scores.json without the measured `sets`."""
-        store, recipe = self.store, self.inputs.recipe
+        store, recipe, adapter = self.store, self.inputs.recipe, self.inputs.adapter
         manifest = store.manifest
         return Scores(
             data=ScoredData(
@@ -328,9 +331,28 @@ class Scoring:
             normalization=recipe.method.normalization,
             sets={},
             probe_rank=recipe.probe.rank,
+            adapter=adapter,
+            adapter_digest=None if adapter is None else _digest_adapter(Path(adapter)),
+            result_digest=self._digest_result(),
             version=__version__,
             date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
+
+    def _digest_result(self) -> str | None:
+        """Compute `Scores.result_digest`."""
+        run, is_adapter = Path(self.inputs.recipe.run.output_dir), self.inputs.recipe.lora is not None
+        newest = next(iter(checkpoint_folder.list_complete(run / "checkpoints")), None)
+        result = run_folder.export_folder(run, is_adapter=is_adapter)
+        scored = [one.step for one in self.inputs.checkpoints]
+        if newest is None or checkpoint_folder.parse_step(newest) not in scored or not result.is_dir():
+            return None
+        return _digest_adapter(result) if is_adapter else compute_model_digest(str(result))
+
+
+def _digest_adapter(folder: Path) -> str:
+    """Compute the digest of an adapter's weights; empty where they are gone: a checkpoint needs them no longer."""
+    file = folder / ADAPTER_WEIGHTS
+    return compute_file_digest(file) if file.is_file() else ""
 
 
 def describe_inputs(
@@ -340,7 +362,7 @@ def describe_inputs(
     for the same identity. It includes every key of the recipe except `WITHOUT_EFFECT`, so that no new key can be
     forgotten. `recipe`: its values by dotted key; `digests`: of each trusted set."""
     return {
-        **asdict(replace(description, date="")),
+        **asdict(replace(description, date="", result_digest=None)),
         "torch": version("torch"),
         "transformers": version("transformers"),
         "recipe": {key: value for key, value in recipe.items() if key not in WITHOUT_EFFECT},

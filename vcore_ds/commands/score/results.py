@@ -319,15 +319,13 @@ def write_page(folder: Path) -> Page:
         Section("ends", "The best and the worst traces", "", ends),
         Section("traces", "Their tokens", "Traces", [Drawing("viewer")], in_text=False),
     ]
-    steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
-    model = f"{scores.checkpoints[0].run} after step {steps}" if scores.checkpoints else scores.model
     rank = f" (approximated: rank {scores.probe_rank})" if scores.probe_rank is not None else ""
     jacobian = f" times the Jacobian of {scores.direction.capitalize()}'s update" * (scores.direction != "sgd")
     left_out = ", ".join(f"{number:,} {reason}" for reason, number in scores.data.dropped.items())
     summary = (
         f"The influence of {count(scores.data.num_sequences, 'trace')} on {count(len(scores.sets), 'trusted set')} "
-        f"(the target or validation set of LESS), with the weights of {model}, along the gradient of each set's loss"
-        f"{jacobian}{rank}. A utility is positive where learning the trace lowers the set's loss."
+        f"(the target or validation set of LESS), with the weights of {scores.weights}, along the gradient of each "
+        f"set's loss{jacobian}{rank}. A utility is positive where learning the trace lowers the set's loss."
         f"{f' Rows that were left out: {left_out}.' * bool(left_out)}"
     )
     blobs = {f"scores-{place}": blob for place, (_, blob) in enumerate(encoded)}
