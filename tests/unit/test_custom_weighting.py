@@ -16,7 +16,7 @@ from vcore_ds.method.weights import Tokens
 from vcore_ds.planning.passes import FORWARD, derive_passes
 from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
 from vcore_ds.training.run_folder import can_resume
-from vcore_ds.training.weighting import token_weights
+from vcore_ds.training.weighting import check_function, token_weights
 
 FOCAL = ("method.function=my_weights:focal", "method.options={gamma: 2}")
 
@@ -82,17 +82,22 @@ def test_inputs_are_those_of_the_supervised_tokens(folder: Path) -> None:
         ("def f(gamma=1): ...", ("method.function=own:f", "method.options={gama: 2}"), "options", '"gamma"'),
         ("def f(losses): ...", ("method.function=own:f", "method.options={losses: 2}"), "options", "losses"),
         ("def f(losses:", ("method.function=own:f",), "function", "own.py:1"),
+        ("def f(losses): return losses\0", ("method.function=own:f",), "function", "own.py:1"),
+        ("f = 'é'", ("method.function=own:f",), "function", "own.py:"),
+        ("(" * 9999, ("method.function=own:f",), "function", "own.py:1"),
+        ("", ('method.function="a\\0b:f"',), "function", "MODULE:FUNCTION"),
         ("", (*FOCAL, "method.alpha=variance"), "alpha", "utilities"),
         ("", (*FOCAL, "method.scope=sequence_and_batch", "method.batch_kl_budget=1.0"), "scope", "sequence"),
     ],
 )
 def test_a_mistake_is_one_problem_with_its_key(folder: Path, source: str, words, key: str, mentioned: str) -> None:
-    (folder / "own.py").write_text(source)
+    (folder / "own.py").write_text(source, encoding="latin-1")
     problem = find_problem(folder / "mine.yaml", *words)
     assert f": method.{key}: found " in problem and mentioned in problem
 
 
-RETURNED = ["losses.mean()", "losses[:3]", "0.5", "-losses", "losses.log()", "torch.rand(6)", "losses + missing"]
+RETURNED = ["losses.mean()", "losses[:3]", "losses[:, None]", "0.5", "-losses", "losses.log()", "torch.rand(6)"]
+RETURNED += ["losses + missing", "exit(0)"]
 
 
 @pytest.mark.parametrize("returned", RETURNED)
@@ -101,6 +106,16 @@ def test_a_function_is_tried_before_a_model_is_loaded(folder: Path, returned: st
     assert main(["check", str(folder / "mine.yaml"), "method.function=bad:f"]) == 2
     message = capsys.readouterr().err
     assert "method.function: " in message and ("bad.py:4" in message) == ("missing" in returned)
+
+
+@pytest.mark.parametrize("returned", ["losses[:, None]", "losses.mean()", "0.5"])
+def test_factors_of_another_shape_end_the_run(folder: Path, returned: str) -> None:
+    """Of a micro-batch as the made-up tokens are not."""
+    (folder / "bad.py").write_text(f"def f(losses):\n    return losses if len(losses) == 6 else {returned}\n")
+    method = load(folder, "method.function=bad:f").method
+    check_function(method)
+    with pytest.raises(UserError, match=r"method.function: .*expected a tensor \[2\]"):
+        token_weights(method, Tokens(torch.ones(2), torch.zeros(2, dtype=torch.int64), 1))
 
 
 def test_a_resumed_run_must_have_the_same_function(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,14 +130,17 @@ def read_function(written: str, options: Mapping[str, Any], folders: Sequence[Pa
     key, (module, _, name) = "method.function", written.rpartition(":")
     relative = expand_home(module) if module.endswith(".py") else Path(f"{module.replace('.', '/')}.py")
     places = [*(folder / relative for folder in (*folders, *map(Path, sys.path))), folders[0] / relative.name]
-    file = next((path.resolve() for path in places if path.is_file()), None)
+    file = next((path.resolve() for path in places if os.path.isfile(path)), None)
     if file is None:
         raise ValueError(key, written, f"MODULE:FUNCTION or FILE.py:FUNCTION, found in {folders[0]} or sys.path", ())
     try:
         source = file.read_bytes()
         body = ast.parse(source).body
-    except SyntaxError as error:
-        raise ValueError(key, written, f"Python in {file}:{error.lineno} ({error.msg})", ()) from None
+    except OSError as error:
+        raise ValueError(key, written, f"{file} to be readable ({error.strerror})", ()) from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # null bytes, too deeply nested
+        place, problem = (error.lineno or 1, error.msg) if isinstance(error, SyntaxError) else (1, str(error))
+        raise ValueError(key, written, f"Python in {file}:{place} ({problem})", ()) from None
     functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
         raise ValueError(key, name, f"a function that {file} defines", functions)

@@ -258,10 +258,12 @@ class Engine:
             self._gradient_sum.add()
 
     @contextmanager
-    def without_gradient(self) -> Iterator[None]:
-        """A context for evaluation passes: no graph, dropout or activation checkpointing."""
+    def without_gradient(self, *, keep_dropout: bool = False) -> Iterator[None]:
+        """A context for evaluation passes: no graph, dropout (but with `keep_dropout`) or activation checkpointing."""
         was_training = self.module.training
         self.module.eval()
+        for dropout in self._dropouts:
+            dropout.train(keep_dropout)
         try:
             with torch.no_grad():
                 yield

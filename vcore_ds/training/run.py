@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
-from vcore_ds.common.paths import write_json, write_text, writing
+from vcore_ds.common.paths import write_atomically, write_json, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
@@ -362,7 +362,8 @@ def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
     with writing("run.output_dir", folder):
         if recipe.method.name == "custom" and recipe.method.function is not None:
             source = Path(recipe.method.function.rpartition(":")[0])
-            write_text(folder / source.name, source.read_text(encoding="utf-8"))
+            with write_atomically(folder / source.name) as unfinished:
+                unfinished.write_bytes(source.read_bytes())  # in any encoding that it declares
         return MetricsLog(folder, trackers)
 
 

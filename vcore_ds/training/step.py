@@ -67,7 +67,7 @@ def train_step(
             main = add_reference_log_probabilities(engine, main)
         entropies: list[Tensor] = []
         if method.uses_utilities and method.prediction_statistic is not None:  # forward mode computes no statistics
-            with engine.without_gradient():
+            with engine.without_gradient(keep_dropout=True):  # that of the main forward, whose losses they belong to
                 entropies = [engine.losses_and_statistics(batch, method.prediction_statistic)[1] for batch in main]
 
     reset_token_counts(engine.module)  # discards those of other passes

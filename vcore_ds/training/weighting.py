@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.text import shorten
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
@@ -67,7 +68,14 @@ def token_factors(method: MethodConfig, tokens: Tokens) -> Tensor:
     """Factors `[N]` of the uniform weights, for methods that only scale each token's loss."""
     losses, statistics = tokens.losses, tokens.statistics
     if method.name == "custom" and len(losses):  # a function need not know of idle batches
-        factors = call_function(method, tokens).detach().to(losses.dtype)
+        factors = call_function(method, tokens)
+        if not isinstance(factors, Tensor) or factors.shape != losses.shape:
+            found = f"a tensor {list(factors.shape)}" if isinstance(factors, Tensor) else shorten(repr(factors))
+            raise UserError(
+                f"method.function: {method.function}: found {found}; expected a tensor {list(losses.shape)}: a factor "
+                "for each of the micro-batch's tokens"
+            )
+        factors = factors.detach().to(losses.dtype)
         return factors.where(factors >= 0, torch.nan)  # a negative one ends the run, as one that is not finite does
     if method.name in ("dft", "asft"):
         return torch.exp(-losses)
@@ -85,7 +93,8 @@ def token_factors(method: MethodConfig, tokens: Tokens) -> Tensor:
 
 
 def call_function(method: MethodConfig, tokens: Tokens) -> Any:
-    """Call the function of `custom` on the tokens of a micro-batch, of which it gets copies."""
+    """Call the function of `custom` on the tokens of a micro-batch, of which it gets copies. Raises RuntimeError where
+    it ends the process, whose exit code would be taken for that of the run."""
     assert method.function is not None  # the recipe's rules
     index, num_tokens = tokens.sequence_index, tokens.num_tokens().long()
     first = num_tokens.cumsum(0) - num_tokens
@@ -97,7 +106,10 @@ def call_function(method: MethodConfig, tokens: Tokens) -> Any:
         "positions": torch.arange(len(index), device=index.device) - first[index],
     }
     inputs = {name: x.clone() if isinstance(x := values[name], Tensor) else x for name in method.function_inputs}
-    return load_function(method.function, method.function_digest)(**inputs, **method.options)
+    try:
+        return load_function(method.function, method.function_digest)(**inputs, **method.options)
+    except SystemExit as error:
+        raise RuntimeError(f"{method.function} has called sys.exit({error.code!r})") from error
 
 
 @cache
