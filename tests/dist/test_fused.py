@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from tests.helpers import step_runs, tiny
+from tests.helpers import step_runs, tiny, weightings
 from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.errors import UserError
@@ -169,6 +169,7 @@ def find_tangents(rank: int | None) -> list[tuple[int, int]]:
 def run_on_one_rank() -> dict[str, Any]:
     return {
         "why not": find_reasons_for_separate_passes(),
+        "entropies": collect_entropies_with_dropout(),
         "addresses": find_tangents(None) + find_tangents(4),
         "modes": compare_modes(),
         "message": read_outside_module(),
@@ -269,6 +270,32 @@ def test_other_attention_and_dropout_need_a_separate_pass(results_on_one_rank) -
     attention, dropout = results_on_one_rank["why not"]
     assert "attention" in attention
     assert "dropout" in dropout
+
+
+def collect_entropies_with_dropout() -> dict[str, torch.Tensor]:
+    """Losses and entropies that a step gives to a custom weighting, and those of one forward with and without its
+    dropout."""
+    recipe = step_runs.make_recipe(method=weightings.UNCERTAIN)
+    engine = step_runs.make_engine(tiny.token_loss_model(lora=True, dropout=0.3), recipe)
+    estimator, recorder = step_runs.make_estimator(recipe, engine), step_runs.Recorder(engine)
+    batch = tiny.make_batch(3, seed=7)
+    options = dict(learning_rate=0.0, seed=5)
+    step_runs.train_step(engine, recipe, StepBatches([batch], [batch]), estimator, recorder, **options)
+    tokens, values = recorder.results[0].tokens, {}
+    values["step"] = torch.stack([tokens.losses.detach(), tokens.statistics])
+    with torch.no_grad():
+        engine.seed_dropout(5)
+        values["with dropout"] = torch.stack(engine.losses_and_statistics(batch, "entropy"))
+    with engine.without_gradient():
+        values["without dropout"] = torch.stack(engine.losses_and_statistics(batch, "entropy"))
+    engine.close()
+    return values
+
+
+def test_entropies_are_of_the_forward_whose_losses_are_weighted(results_on_one_rank) -> None:
+    values = results_on_one_rank["entropies"]
+    torch.testing.assert_close(values["step"], values["with dropout"], rtol=1e-5, atol=1e-6)
+    assert ((values["with dropout"] - values["without dropout"]).abs().amax(1) > 1e-3).all()
 
 
 def measure_peaks(case: Pass, **changes: int) -> dict[str, int]:

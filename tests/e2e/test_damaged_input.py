@@ -16,14 +16,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.setups import TinySetup, sums, write_conversations
+from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.evaluate import choose_sampling
+from vcore_ds.commands.named_model import end_token_ids, find_named_model, generate_answers, load_to_answer
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.results import use_results
 from vcore_ds.data.store import TokenStore, check_contents
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.architecture_check import check_model_folder
 from vcore_ds.models.causal_lm import load_causal_lm
 from vcore_ds.models.stored_weights import find_stored_weights
+from vcore_ds.training.run_folder import begin as begin_run
 
 pytestmark = pytest.mark.e2e
 
@@ -218,9 +227,62 @@ def test_a_damaged_model_folder_is_loaded_or_refused(setup: TinySetup, tmp_path:
     check_end(lambda: load_model_folder(folder))
 
 
-def load_model_folder(folder: Path) -> None:
-    from vcore_ds.data.tokenization import load_tokenizer
+@bounded
+@given(st.data())
+def test_a_damaged_adapter_answers_or_is_refused(
+    setup: TinySetup, adapter: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    folder, base = copy_folder(adapter, tmp_path / "adapter"), copy_folder(setup.untied, tmp_path / "base")
+    damage_folder(folder, ["adapter_config.json", "adapter_model.safetensors"], data)
+    damage_folder(base, ["generation_config.json"], data)
+    for work in (lambda: answer(folder, base), lambda: list(use_results(adapter_recipe(folder)))):
+        check_end(work)
 
+
+@pytest.fixture(scope="module")
+def adapter(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of plain peft."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(setup.untied)
+    config = LoraConfig(r=2, lora_alpha=3, use_rslora=True, target_modules=["q_proj", "up_proj"])
+    get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+def adapter_recipe(folder: Path) -> dict[str, Any]:
+    return {"model": {}, "lora": {"adapter": str(folder)}}
+
+
+def answer(adapter: Path, base: Path) -> None:
+    """Answer as `chat` and `eval` do."""
+    named = find_named_model(str(adapter), str(base))
+    tokenizer = load_tokenizer(named.tokenizer)
+    choose_sampling(named.weights, None, {})
+    model = load_to_answer(named, torch.float32)
+    ends = end_token_ids(model.generation_config, tokenizer)
+    generate_answers(model, [[1, 2]], [1], GenerationConfig(eos_token_id=ends, pad_token_id=ends[0]))
+
+
+RUN_FILES: dict[str, list[str]] = {
+    "environment.json": ["[1]", '{"world_size": "x"}', '{"resumed": 1}', '{"resumed": [{}]}', "[" * 9999],
+    "recipe.yaml": ["[" * 9999, "a: " * 9999],
+}
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_damaged_files_of_a_run_are_one_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", make_tokenizer(), [step_line(1)], {})
+    (run / "start.txt").write_bytes(b"\xff\xfe")
+    assert main(["report", str(run)]) == 0 and begin_run(run, (run / "recipe.yaml").read_text(), 1, 1) == 0
+    for text in RUN_FILES[name]:
+        (run / name).write_text(text)
+        capsys.readouterr()
+        assert main(["report", str(run)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("vcore-ds: ") == 1 and str(run / name) in error and len(error) < 2_000
+
+
+def load_model_folder(folder: Path) -> None:
     check_model_folder(str(folder))
     load_tokenizer(str(folder))
     find_stored_weights(str(folder))

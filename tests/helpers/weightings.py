@@ -20,6 +20,17 @@ FOCAL = {
 }
 
 
+def uncertain(entropies: Tensor, utilities: Tensor) -> Tensor:
+    return entropies + 0 * utilities
+
+
+UNCERTAIN = FOCAL | {
+    "function": f"{__file__}:uncertain",
+    "options": {},
+    "function_inputs": ["entropies", "utilities"],
+}
+
+
 def write_functions_of_page(folder: Path) -> None:
     """Write the file of functions that docs/custom-weighting.md shows, as it is there."""
     page = (REPOSITORY / "docs" / "custom-weighting.md").read_text(encoding="utf-8")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, TypeAdapter
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading
+from vcore_ds.common.paths import read_json, reading
 from vcore_ds.config.results import ADAPTER_CONFIG, find_export, read_adapter_config
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
@@ -86,11 +88,35 @@ def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
     return NamedModel(path, path)
 
 
+class GenerationDefaults(BaseModel):
+    """The fields of generation_config.json that answers depend on."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+def read_generation_config(path: str) -> GenerationDefaults:
+    """Read generation_config.json of a model in a folder or on the hub; all fields are None without one. Raises
+    UserError if it is damaged."""
+    file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return GenerationDefaults()
+    return read_json(
+        Path(file), TypeAdapter(GenerationDefaults), "the model's defaults of sampling", "Restore the file"
+    )
+
+
 def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> Any:
     """Load a Hugging Face model, or peft's wrapper around one with the adapter, with training's forward; on the GPU if
     there is one. `dtype`: of the weights in memory; "auto" for the stored one. Raises UserError where model or adapter
     cannot be loaded, or do not match."""
     on_gpu = uses_gpu()
+    read_generation_config(model.weights)
     try:
         base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
     except UserError as error:

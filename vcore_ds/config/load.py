@@ -83,13 +83,16 @@ def parse_yaml(text: str) -> tuple[Any, dict[str, int]]:
 
 @lru_cache(maxsize=512)  # a plan loads the same recipe, and its bases, a dozen times: 5 ms for each file
 def _parse_yaml(text: str) -> tuple[Any, dict[str, int]]:
-    loader, lines = _Loader(text), dict[str, int]()
-    node = loader.get_single_node()
-    _note_keys(node, "", lines)
+    lines = dict[str, int]()
     try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _note_keys(node, "", lines)
         return None if node is None else loader.construct_document(node), lines
     except ValueError as error:  # such as `!!int x`
         raise yaml.YAMLError(str(error)) from None
+    except RecursionError:
+        raise yaml.YAMLError("values are nested too deeply") from None
 
 
 def _note_keys(node: yaml.Node | None, within: str, lines: dict[str, int]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter
+from pydantic import BaseModel, PositiveInt, TypeAdapter
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import compute_file_digest, read_json, reading
@@ -79,9 +79,21 @@ def find_export(path: str, key: str, kind: str) -> tuple[Path, dict[str, Any]] |
     return export, recipe
 
 
+class _AdapterConfig(BaseModel, extra="allow"):
+    """The fields of adapter_config.json that are read here."""
+
+    base_model_name_or_path: str | None = None
+    r: PositiveInt | None = None
+    lora_alpha: int | float | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read the adapter_config.json of an adapter. Raises UserError if it cannot be read."""
-    return read_json(folder / ADAPTER_CONFIG, TypeAdapter(dict[str, Any]), "peft's description of an adapter")
+    contents = TypeAdapter(_AdapterConfig)
+    read = read_json(folder / ADAPTER_CONFIG, contents, "peft's description of an adapter", "Restore the file")
+    return read.model_dump(exclude_unset=True)
 
 
 def describe_adapter(folder: Path) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
     config = read_adapter_config(folder)
     modules, parameters = config.pop("target_modules", None) or [], config.pop("target_parameters", None) or []
     rank, alpha, base = (config.pop(name, None) for name in ("r", "lora_alpha", "base_model_name_or_path"))
-    if config.pop("use_rslora", False):
+    if config.pop("use_rslora", False) and rank and alpha:
         alpha *= math.sqrt(rank)
     unknown = {name: value for name, value in config.items() if value and value not in _VALUES.get(name, ())}
     unknown |= {"target_modules": modules} if isinstance(modules, str) else {}

@@ -294,11 +294,14 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
                 differing = sorted(set(file.keys()) ^ set(get_peft_model_state_dict(adapted)))
             if differing:
                 raise ValueError(f"{differing[0]} is in one of them only")
-        except (RuntimeError, ValueError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # peft and safetensors raise errors of any kind for damaged files
             mismatches = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+            problem = (mismatches or [first_line(error)])[0]
             raise UserError(
-                f"adapter: {folder}: does not fit the model {base}: {(mismatches or [first_line(error)])[0]:.300}; "
-                "expected an adapter of this model. Name the model that it was trained from"
+                f"adapter: {folder}: is damaged, or does not fit the model {base}: {problem:.300}; expected an "
+                "adapter of this model. Name the model that it was trained from"
             ) from None
     round_adapters_once(adapted)
     return adapted

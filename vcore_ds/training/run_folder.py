@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import UserError
@@ -76,23 +76,31 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
     with writing("run.output_dir", folder):
         for path in (export_folder(folder, is_adapter=is_adapter), folder / HELD_OUT, folder / RUN_EVALUATION):
             if path.exists():
-                names = (
-                    f"{path.stem}_step_{num_steps:08d}{end}{path.suffix}"
-                    for end in ("", *(f"_{i}" for i in range(2, 1_000)))
-                )
-                target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+                number, target = 1, path.with_name(f"{path.stem}_step_{num_steps:08d}{path.suffix}")
+                while target.exists():
+                    number += 1
+                    target = path.with_name(f"{path.stem}_step_{num_steps:08d}_{number}{path.suffix}")
                 path.rename(target)
                 moved.append(target)
     return moved
 
 
-_ENVIRONMENT = TypeAdapter(dict[str, Any])
+class _Start(BaseModel, extra="allow"):
+    step: int
+
+
+class _Environment(BaseModel, extra="allow"):
+    """The entries of environment.json that are read again."""
+
+    world_size: int | None = None
+    resumed: list[_Start] = []
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """Read environment.json; empty if there is none. Raises UserError if it cannot be read."""
     path = folder / ENVIRONMENT
-    return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
+    contents, expected = TypeAdapter(_Environment), "the JSON object that a run writes there"
+    return read_json(path, contents, expected).model_dump(exclude_unset=True) if path.is_file() else {}
 
 
 def begin(
@@ -117,7 +125,7 @@ def begin(
             now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
         write_json(folder / ENVIRONMENT, now)
         path = folder / START
-        earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
+        earlier = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.is_file() else ""
         write_text(path, f"{earlier}==== {started}, after step {num_done} ====\n{description}\n")
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import shlex
 import subprocess
@@ -102,19 +101,16 @@ def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> 
     """The paper's or the model's sampling, changed by the values of `changes` that are not None. The model's is that of
     generation_config.json, or greedy, without its repetition penalty, which is meant for short chats and lowers
     accuracy."""
-    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+    from vcore_ds.commands.named_model import read_generation_config
 
     sampling = Sampling()
-    path = cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
-    if preset != "paper" and path is not None:
-        recommended = json.loads(Path(path).read_text(encoding="utf-8"))
-        if recommended.get("do_sample"):
-            sampling = Sampling(
-                temperature=float(recommended.get("temperature") or 1.0),
-                top_p=float(recommended.get("top_p") or 1.0),
-                top_k=int(recommended.get("top_k") or -1),
-                min_p=float(recommended.get("min_p") or 0.0),
-            )
+    if preset != "paper" and (recommended := read_generation_config(model)).do_sample:
+        sampling = Sampling(
+            temperature=recommended.temperature or 1.0,
+            top_p=recommended.top_p or 1.0,
+            top_k=recommended.top_k or -1,
+            min_p=recommended.min_p or 0.0,
+        )
     return replace(sampling, **{name: value for name, value in changes.items() if value is not None})
 
 

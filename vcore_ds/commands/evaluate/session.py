@@ -40,7 +40,14 @@ from transformers.utils import logging
 
 from vcore_ds.commands.evaluate import Sampling
 from vcore_ds.commands.evaluate.tasks import ChosenTask, format_generations
-from vcore_ds.commands.named_model import NamedModel, end_token_ids, generate_answers, load_to_answer, longest_sequence
+from vcore_ds.commands.named_model import (
+    NamedModel,
+    end_token_ids,
+    generate_answers,
+    load_to_answer,
+    longest_sequence,
+    read_generation_config,
+)
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunStopped, UserError, first_line
 from vcore_ds.common.paths import check_folder, compute_file_digest, refuse_existing, write_text, writing
@@ -143,10 +150,7 @@ def open_server(
             f"--url: {url}: cannot be reached ({first_line(error)}); expected an OpenAI-compatible server. Start one "
             "(docs/evaluation.md shows how), and wait until it is ready"
         ) from None
-    try:
-        settings = GenerationConfig.from_pretrained(model.weights)
-    except OSError:
-        settings = GenerationConfig()
+    settings = GenerationConfig(eos_token_id=read_generation_config(model.weights).eos_token_id)
     # The sampling fields that OpenAI's API lacks.
     fields = {key: getattr(sampling, key) for key in ("top_k", "min_p", "repetition_penalty")}
     fields["stop_token_ids"] = end_token_ids(settings, tokenizer)
