@@ -123,9 +123,16 @@ def render_conversation(
         variables = {**conversation.template_variables, "enable_thinking": False}
         return render_conversation(replace(conversation, template_variables=variables), tokenizer, supervise)
     wanted = [turn for turn in turns[-1 if supervise == "last" else 0 :] if turn not in conversation.context_turns]
-    supervised = {
-        turn: span for turn in wanted if turn not in check.lost_thinking and (span := spans[turn]) is not None
-    }
+    if is_unlearnable and len(messages) - 1 in wanted and not _begins_as_prompted(template, messages, text):
+        raise Malformed(
+            f"{refused} renders the messages before the last turn otherwise once this turn follows them, so what the "
+            "model would generate there cannot be told. Take a model whose template keeps them, remove the text beside "
+            "calls, or give the turn weight 0."
+        )
+    unlearned = set(check.lost_thinking)
+    if template.traits.has_switch and not template.asks_for_thinking:  # it would learn to think where nobody asks
+        unlearned |= {turn for turn in turns if "reasoning_content" in messages[turn]}
+    supervised = {turn: span for turn in wanted if turn not in unlearned and (span := spans[turn]) is not None}
     text, learned = _add_ends(template, messages, text, supervised)
     notices = {"unsupervised_turns": len(wanted) - len(learned)} | _find_notices(template, messages, text, learned)
     unknown = conversation.unknown_keys
@@ -140,7 +147,7 @@ def _find_span(
     """Return the characters of `text` that the model generates in a turn of the assistant."""
     messages = conversation.messages
     if start_of_last is not None and turn == len(messages) - 1:
-        return start_of_last, len(text.rstrip().removesuffix(template.traits.end_of_text).rstrip())
+        return start_of_last, len(template.trim(text))
     if turn == 0:  # without a prompt it cannot be predicted from anything
         return None
     try:
@@ -150,12 +157,19 @@ def _find_span(
         return None
     if not prompt_and_turn.startswith(prompt):
         return None
-    # Templates end a turn with the end-of-turn token and a newline, which the model never generates.
-    prompt_and_turn = prompt_and_turn.rstrip().removesuffix(template.traits.end_of_text).rstrip()
+    prompt_and_turn = template.trim(prompt_and_turn)
     if conversation.has_tools and not text.startswith(prompt_and_turn):
         empty = _EMPTY_THINKING.match(prompt_and_turn, len(prompt))
         prompt_and_turn = prompt + prompt_and_turn[empty.end() if empty else len(prompt) :]
     return (len(prompt), len(prompt_and_turn)) if text.startswith(prompt_and_turn) else None
+
+
+def _begins_as_prompted(template: ChatTemplate, messages: list[Message], text: str) -> bool:
+    """Whether a text begins with the rendered messages before its last one, or the template refuses these."""
+    try:
+        return text.startswith(template.trim(template.render(messages[:-1])))
+    except TemplateError:
+        return True
 
 
 def _add_ends(

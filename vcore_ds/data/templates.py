@@ -90,6 +90,10 @@ class ChatTemplate:
         """Render the prompt of the next answer."""
         return self.render(messages, add_generation_prompt=True)
 
+    def trim(self, text: str) -> str:
+        """Remove what the model never generates behind a turn: the newline, and what ends the text."""
+        return text.rstrip().removesuffix(self.traits.end_of_text).rstrip()
+
     def render_raw(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """Render messages whose thinking is where the template reads it."""
         switches = dict.fromkeys(_SWITCHES, self.asks_for_thinking)
@@ -138,12 +142,19 @@ class ChatTemplate:
             prompt = self.render_prompt(before)
             if composition is None and text.startswith(prompt) and thinking in text[len(prompt) :]:
                 return ComposedText(text, None, "rendered")
-            appended = self._write_turn(prompt, last, composition)
+            can_append = text.startswith(prompt) or self._is_prompted_like_a_question(before, prompt)
+            appended = self._write_turn(prompt, last, composition) if can_append else None
         except TemplateError:
             appended = None
         if appended is None:
             return ComposedText(text, None, "rendered")
         return ComposedText(prompt + appended[0], len(prompt), appended[1])
+
+    def _is_prompted_like_a_question(self, before: Sequence[Message], prompt: str) -> bool:
+        """Whether the prompt of an answer to `before` ends as that to a lone question. Behind a result of a tool it may
+        not (Gemma 4's opens thinking there alone), and what follows a lone question does not belong there."""
+        ending = self.render_prompt([_QUESTION]).removeprefix(self.trim(self.render([_QUESTION])))
+        return prompt.removeprefix(self.trim(self.render(before))) == ending
 
     def _write_turn(
         self, prompt: str, last: Message, composition: Composition | None
@@ -159,6 +170,7 @@ class ChatTemplate:
         opening, closing = self.traits.thinking_tags
         if asked.rstrip().endswith("<think>"):
             asked = asked[: asked.rindex("<think>")]
+        if prompt.rstrip().endswith("<think>"):
             opening = "" if prompt.endswith("\n") else "\n"
         turn = self.render([_QUESTION, remove_thinking(last)])
         if not turn.startswith(asked):
