@@ -127,7 +127,7 @@ def apply_template(name: str, messages: Sequence[dict[str, Any]], tools: Any = N
             message[NATIVE[name].key] = thinking
         native.append(message)
     text = make_template_tokenizer(name).apply_chat_template(
-        native, tools=tools, tokenize=False, enable_thinking=True, **options
+        native, tools=tools, tokenize=False, **({"enable_thinking": True} | options)
     )
     return re.sub(r"Current date: [0-9-]+", "Current date: 2024-07-26", text)
 

@@ -71,6 +71,7 @@ def test_chat_formats_with_system_and_history_are_read() -> None:
         assert [(m["role"], m["content"]) for m in read_chat_row(row).messages] == expected
 
 
+TEXT_PART = {"type": "text", "text": "a"}
 IMAGE = [{"type": "text", "text": "q"}, {"type": "image_url"}]
 THOUGHT = {**ANSWER, "reasoning_content": "t"}
 
@@ -80,6 +81,7 @@ THOUGHT = {**ANSWER, "reasoning_content": "t"}
     [
         ("text", "found str, expected an object"),
         ({"prompt": "x", "answer": None}, "found the keys prompt; expected `messages`, `conversations`"),
+        ({"question": "x", "answer": "y"}, "data.columns (prepare --columns)"),
         ({"messages": "hello"}, '`messages` is a string ("hello")'),
         ({"messages": []}, "`messages` is an empty list"),
         ({"messages": ["hello"]}, "message 1 is a string"),
@@ -110,9 +112,27 @@ THOUGHT = {**ANSWER, "reasoning_content": "t"}
         ({"prompt": "q", "completion": [ANSWER, QUESTION, ANSWER], "thinking": "t"}, "column `thinking` beside 2 turn"),
         ({"prompt": "q", "completion": [THOUGHT], "reasoning_content": "u"}, "column `reasoning_content`"),
         ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": 3}, "`chat_template_kwargs` is a number"),
+        (
+            {
+                "messages": [
+                    QUESTION,
+                    {**ANSWER, "content": [{"type": "reasoning", "encrypted_content": "x"}, TEXT_PART]},
+                ]
+            },
+            "message 2: thinking is a list",
+        ),
+        (
+            {"messages": [QUESTION, {**ANSWER, "reasoning_details": [{"data": "x"}]}]},
+            "message 2: `reasoning_details` is",
+        ),
         # Weights
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "message 2: `weight` is a number (0.5), expected 0 or 1"),
         ({"messages": [QUESTION, {**ANSWER, "train": "yes"}]}, "message 2: `train` is a string"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "train_detail": []}]},
+            "message 2: `train_detail` leaves out parts of a turn",
+        ),
+        ({"messages": [QUESTION, ANSWER], "loss_mask": [0, 0]}, "column `loss_mask` is a list"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 1, "loss": False}]}, "`weight` and `loss` contradict each other"),
         ({"messages": [{**QUESTION, "train": True}, ANSWER]}, "`train` asks to learn a turn of the user"),
     ],
@@ -131,7 +151,7 @@ def read_answers(*turns: dict[str, Any], **columns: Any) -> list[dict[str, Any]]
 
 
 TAGGED = "<think>\nt\n</think>\n\na"
-TEXT_PART, THOUGHT_PARTS = {"type": "text", "text": "a"}, ("t", [{"type": "text", "text": "t"}])
+THOUGHT_PARTS = "t", [{"type": "text", "text": "t"}]
 ONE_FORM: dict[str, dict[str, Any]] = {
     "tags": {"messages": [QUESTION, {**ANSWER, "content": TAGGED}]},
     "after a prompt that opened it": {"messages": [QUESTION, {**ANSWER, "content": "t\n</think>\n\na"}]},
@@ -145,6 +165,29 @@ ONE_FORM: dict[str, dict[str, Any]] = {
             "messages": [QUESTION, {**ANSWER, "content": [{"type": "thinking", "thinking": part}, TEXT_PART]}]
         }
         for part in THOUGHT_PARTS  # Mistral's are lists
+    },
+    "OpenAI's parts": {
+        "messages": [
+            {**QUESTION, "content": [{"type": "input_text", "text": "q"}]},
+            {
+                **ANSWER,
+                "content": [
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}], "content": []},
+                    {"type": "output_text", "text": "a"},
+                ],
+            },
+        ]
+    },
+    "OpenRouter's": {
+        "messages": [
+            QUESTION,
+            {**ANSWER, "reasoning_details": [{"type": "reasoning.text", "text": "t"}, {"type": "reasoning.encrypted"}]},
+        ]
+    },
+    "a column beside ShareGPT's turns": {
+        "prompt": "q",
+        "completion": [{"from": "gpt", "value": "a"}],
+        "reasoning": "t",
     },
     "Alpaca": {"instruction": "q", "output": "a", "thinking": "t"},
     "prompt and completion": {"prompt": "q", "completion": "a", "reasoning_content": "t"},
@@ -197,6 +240,9 @@ def test_text_around_thinking_stays_in_the_answer() -> None:
         ({"messages": [QUESTION, {**ANSWER, "content": " "}]}, EMPTY_ANSWER),
         ({"instruction": "q", "output": "", "thinking": "t"}, EMPTY_ANSWER),
         ({"prompt": "q", "completion": "t</think>"}, EMPTY_ANSWER),
+        ({"messages": [QUESTION, ANSWER], "train": False}, "`train` of the row is false"),
+        ({"messages": [QUESTION, ANSWER], "weight": 0}, "`weight` of the row is 0"),
+        ({"messages": [QUESTION, ANSWER], "mask": True}, "`mask` of the row is true"),
     ],
 )
 def test_rows_without_an_answer_are_left_out_and_not_malformed(row: dict[str, Any], rule: str) -> None:
@@ -228,7 +274,7 @@ def test_turns_of_a_prompt_are_context_as_in_trl() -> None:
     assert chat.context_turns == [1]
 
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+@pytest.mark.parametrize("key", ["weight", "loss", "loss_mask", "loss_scale", "train", "training", "trainable"])
 @pytest.mark.parametrize(("value", "context"), [(0, [1]), (False, [1]), (1, []), (True, []), (0.0, [1]), (None, [])])
 def test_weights_of_messages_are_read_and_kept_from_the_template(key: str, value: Any, context: list[int]) -> None:
     chat = read_chat_row({"messages": [QUESTION, {**ANSWER, key: value}, QUESTION, ANSWER]})
@@ -236,6 +282,14 @@ def test_weights_of_messages_are_read_and_kept_from_the_template(key: str, value
     assert chat.messages == [QUESTION, ANSWER, QUESTION, ANSWER] and not chat.unknown_keys
     turns = [{"from": "human", "value": "q", key: False}, {"from": "gpt", "value": "a", key: value}] * 2
     assert read_chat_row({"conversations": turns}).context_turns == ([1, 3] if context else [])
+
+
+@pytest.mark.parametrize("key", ["mask", "masked"])
+def test_masked_turns_are_not_learned(key: str) -> None:
+    turns = [QUESTION, {**ANSWER, key: True}, QUESTION, {**ANSWER, key: False}]
+    assert read_chat_row({"messages": turns}).context_turns == [1]
+    with pytest.raises(Malformed, match=f"message 2: `{key}` is a number \\(1\\), expected a boolean"):
+        read_chat_row({"messages": [QUESTION, {**ANSWER, key: 1}]})
 
 
 Prepare = Callable[..., Path]
@@ -284,7 +338,7 @@ def test_a_store_is_opened_with_the_supervision_that_it_was_made_with(prepare: P
     del manifest["filters"]["supervise"], manifest["filters"]["rows_version"]
     (store / MANIFEST).write_text(json.dumps(manifest))
     assert open_store(store, "all") == store and decode_learned(store) == ["first<|im_end|>a<|im_end|>"]
-    with pytest.raises(UserError, match="filters.rows_version: nothing there, 3 here"):
+    with pytest.raises(UserError, match="filters.rows_version: nothing there, 4 here"):
         prepare(TALK)
 
 
@@ -307,3 +361,22 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(pr
     assert describe_reading(str(store)) == [f"{store}: format messages 2", f"{store}: {line}"]
     lines = [text.partition(": ")[2] for text in describe_reading(str(tmp_path / "rows.jsonl"))]
     assert lines == ["2 rows", "format messages 2", "ignored: `id` 2, `source` 1"]
+
+
+def test_fields_within_a_row_are_read_or_counted(prepare: Prepare) -> None:
+    """Variables that the template does not mention, also empty ones, keys of parts, and a second list of functions."""
+    variables = {"custom_instructions": "Be brief.", "xml_tools": [], "enable_thinking": False, "unset": None}
+    part = {"type": "text", "text": "a", "annotations": []}
+    functions = {"tools": [], "functions": [{"name": "f", "description": "x"}], "weight": 1, "loss": 0.0}
+    prepare([{"messages": [QUESTION, {**ANSWER, "content": [part]}], "chat_template_kwargs": variables}])
+    names = "custom_instructions", "enable_thinking", "xml_tools"
+    ignored = [
+        f"`{name}` 1" for name in (*(f"chat_template_kwargs.{n}" for n in names), "messages.content.annotations")
+    ]
+    assert f"\nignored: {', '.join(ignored)}\n" in prepare.said[-1]
+    chat = read_chat_row({"messages": [QUESTION, ANSWER], **functions})
+    assert chat.tools and chat.unknown == ["loss"]
+    assert read_chat_row({"messages": [QUESTION, ANSWER], **functions, "tools": [{"name": "g"}]}).unknown == [
+        "functions",
+        "loss",
+    ]

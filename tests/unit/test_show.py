@@ -22,7 +22,8 @@ def rows(tmp_path: Path) -> Path:
     make_template_tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
     turns = [[QUESTION, CUT], [QUESTION, THOUGHT], [], [QUESTION, PLAIN], [QUESTION, PLAIN]]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": messages, "id": 1}) for messages in turns))
+    row = {"id": 1, "chat_template_kwargs": {"custom_instructions": ""}}
+    path.write_text("\n".join(json.dumps({"messages": messages, **row}) for messages in turns))
     return path
 
 
@@ -31,7 +32,7 @@ def test_rows_are_shown_as_they_are_learned(rows: Path, capsys: pytest.CaptureFi
     assert main([*command, "--show", "1"]) == 0
     shown = capsys.readouterr().out
     assert f"{rows}:1: left out: unclosed thinking" in shown and f"{rows}:3" not in shown
-    assert f"{rows}:2: learned" in shown and "up to <|im_end|>" in shown
+    assert f"{rows}:2: learned" in shown and "up to <|im_end|>; ignored: `id`, `chat_template_kwargs.custom" in shown
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦<think>\nt\n</think>\n\na<|im_end|>⟧"
     assert shown.rstrip().endswith(text)
     assert list(rows.parent.glob("*store*")) == []
@@ -54,7 +55,8 @@ def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: py
         "1 malformed rows are left out; the first: ",
         "2 have an answer without thinking",
     ]
-    assert all(text in lines for text in expected) and "ignored: `id` 3" in lines
+    assert all(text in lines for text in expected)
+    assert "ignored: `chat_template_kwargs.custom_instructions` 3, `id` 3" in lines
     command = ["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "qwen3"), "--max-malformed", "0.5"]
     assert main([*command, "--output", str(rows.parent / "store"), "--processes", "1"]) == 0
     lines = "\n".join(describe_reading(str(rows.parent / "store")))

@@ -1,15 +1,23 @@
 """Conversations rendered with the chat templates of real models: what is supervised, and the prompts of both phases."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import conversations
+from tests.helpers.template_table import AGAIN, ASK, CALLS, NATIVE, RESULT, TOOLS, apply_template
 from tests.helpers.templates import SPECIAL, decode_supervised_spans, make_template_tokenizer
 from vcore_ds.data.answers import code_prompt, math_prompt
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
+from vcore_ds.data.messages import Malformed
+from vcore_ds.data.prepare.rows import read_chat_row
 
 THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."
 
@@ -110,3 +118,73 @@ def test_the_papers_prompts_are_verbatim() -> None:
         "",
         "Now solve the problem and return the code.",
     ]
+
+
+# Every form of conversation, against the template's own rendering
+
+SHAPES = ("A", "AuA", "CrA", "CrCrA", "C", "CrC", "CrAuA", "AuCrA", "ArA", "AtA")
+"""Turns behind a question: Answer, Call, call As text; result of a tool, also as text of the user, another question."""
+BESIDE, RESULT_TEXT = "Let me see.", {"role": "user", "content": "<tool_response>\n18\n</tool_response>"}
+
+
+def make_conversations() -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    """Yield messages, with the thinking of a turn as `t`, and whether the row has tools (and then a system message)."""
+    for shape, thinking, beside, has_tools in product(SHAPES, ("none", "all", "last", "others"), ("", BESIDE), (0, 1)):
+        if (beside and "C" not in shape) or (thinking in ("last", "others") and len(shape) == 1):
+            continue
+        messages = [{"role": "system", "content": "Be brief."}] * has_tools + [ASK]
+        for i, kind in enumerate(shape, start=1):
+            others = {"u": AGAIN, "r": RESULT, "t": RESULT_TEXT}
+            turn = {"role": "assistant", "content": f"It has {i} degrees." if kind == "A" else beside}
+            turn |= {"tool_calls": CALLS} if kind == "C" else {}
+            if thinking == "all" or thinking == ("last" if i == len(shape) else "others"):
+                turn["t"] = f"Think {i}."
+            messages.append(others.get(kind, turn))
+        yield messages, bool(has_tools)
+
+
+def list_prompts(name: str, messages: list[dict[str, Any]], tools: Any) -> dict[tuple[int, bool], str]:
+    """Prompt of each turn of the assistant, with and without thinking, of those that the template takes."""
+    prompts = {}
+    for turn, thinks in product(range(1, len(messages)), (True, False)):
+        with suppress(TemplateError, TypeError):
+            if messages[turn]["role"] == "assistant":
+                options = {"add_generation_prompt": True, "enable_thinking": thinks}
+                prompts[turn, thinks] = apply_template(name, messages[:turn], tools, **options)
+    return prompts
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_what_is_learned_of_any_conversation_is_the_templates_own_text_behind_its_own_prompt(name: str) -> None:
+    num_learned = 0
+    for messages, has_tools in make_conversations():
+        tools, last = TOOLS if has_tools else None, len(messages) - 1
+        row = {"messages": [{"reasoning_content" if k == "t" else k: v for k, v in m.items()} for m in messages]}
+        try:
+            item = render_conversation(read_chat_row(row | {"tools": tools}), make_template_tokenizer(name))
+        except Malformed:
+            continue
+        prompts, learned = list_prompts(name, messages, tools), []
+        for span in item.spans:
+            (turn,) = {turn for (turn, _), prompt in prompts.items() if prompt == item.text[: span[0]]}
+            learned.append(turn)
+            text, own = item.text[slice(*span)], messages[turn]
+            for message in messages:  # all of this turn and nothing of another one
+                texts = [message.get("t"), message["content"] if message["content"] != BESIDE else None]
+                assert all((part in text) == (message is own) for part in texts if part), text
+            assert text.count("Paris") == ("tool_calls" in own) and text.count(BESIDE) == (own["content"] == BESIDE), (
+                text
+            )
+        num_learned += len(learned)
+        assert "without_end" not in item.notices
+        # The text is the template's, or its last turn is, behind its prompt and with thinking that the template drops.
+        wholes = [apply_template(name, messages, tools, enable_thinking=thinks).rstrip() for thinks in (True, False)]
+        if not any(item.text.rstrip() in (whole, whole + "<|user|>", whole + "<|observation|>") for whole in wholes):
+            before = apply_template(name, messages[:last], tools)
+            turn = item.text.removeprefix(before).rstrip()  # with what the prompt ends with
+            thinking = NATIVE[name].turn.partition("{a}")[0].format(t=messages[last].get("t"))
+            dropped = "", thinking, f"<think>\n{thinking}", f"<think>\n{thinking.rstrip()}"
+            assert any(wholes[0].endswith(turn.replace(part, "", 1)) for part in dropped), item.text
+        if last not in learned:  # an answer without thinking behind a prompt that opens it
+            assert "t" not in messages[last] and prompts[last, False].rstrip().endswith("<think>"), item.text
+    assert num_learned > 0

@@ -10,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, Features, Json, List
 
 from tests.helpers.conversations import prepare_rows
 from tests.helpers.template_table import TOOLS as WEATHER
 from tests.helpers.templates import decode_supervised_spans, make_template_tokenizer
 from vcore_ds.data.conversations import render_conversation
 from vcore_ds.data.messages import Malformed
-from vcore_ds.data.prepare.rows import read_chat_row
+from vcore_ds.data.prepare.rows import read_chat_row, read_chat_rows
+from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
 
@@ -178,6 +180,39 @@ def test_forms_of_calls_and_tools_are_equivalent(template: str, call: dict, resu
     np.testing.assert_array_equal(sequence.supervised, expected.supervised)
 
 
+@pytest.mark.parametrize(
+    "result",
+    [make_result(), {"role": "user", "content": "<tool_response>\n18\n</tool_response>"}],
+    ids=["tool", "user"],
+)
+def test_calls_as_text_are_learned_without_a_column_of_tools(result: dict[str, Any]) -> None:
+    """Qwen3's template adds an empty block of thinking to the last turn alone."""
+    messages = [ASK, {"role": "assistant", "content": "[weather(city='Paris')]"}, result, FINAL]
+    sequence = tokenize_row("qwen3", {"messages": messages})
+    assert sequence.input_ids.tolist() == compute_reference_ids("qwen3", messages, None)
+    assert decode_supervised_spans("qwen3", sequence) == ["[weather(city='Paris')]<|im_end|>", EMPTY + QWEN3_FINAL]
+
+
+FUNCTION_CALLS = {"role": "assistant", "function_calls": "weather(city='Paris')"}
+
+
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_function_calls_are_learned_where_the_template_reads_them(content: str | None) -> None:
+    """The key of OLMo's templates, also with null in a table."""
+    tokenizer = copy.copy(make_template_tokenizer("qwen3"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}{% if m.function_calls %}"
+        "{{ '<function_calls>' + m.function_calls + '</function_calls>' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    call = {**FUNCTION_CALLS, "content": content}
+    messages = [ASK, call, {"role": "environment", "content": "18"}, FINAL]
+    rendered = render_conversation(read_chat_row({"messages": messages}), tokenizer)
+    assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    learned = f"{content or ''}<function_calls>weather(city='Paris')</function_calls><|im_end|>"
+    assert [rendered.text[slice(*span)] for span in rendered.spans] == [learned, QWEN3_FINAL]
+
+
 def test_calls_in_sharegpt_and_several_calls_of_a_turn_are_read() -> None:
     now = json.dumps({"name": "now", "arguments": {}})
     texts = [("human", ASK["content"]), ("gpt", "Let me see."), ("function_call", json.dumps(FUNCTION))]
@@ -212,6 +247,10 @@ LEFT_OUT = {
     ),
     "no description": ("gpt_oss", CALLED, [TOOLS[1], BARE], "refuses this conversation"),
     "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "refuses this conversation"),
+    "function_calls": ("qwen3", [ASK, FUNCTION_CALLS], None, "leaves out `function_calls` of message 2"),
+    "function_calls beside text": ("llama3_1", [ASK, FINAL | FUNCTION_CALLS], None, "`function_calls` of message 2"),
+    "function_calls, a list": ("qwen3", [ASK, FUNCTION_CALLS | {"function_calls": [1]}], None, "`function_calls` of"),
+    "gemma4, text after results": ("gemma4", [ASK, make_call(content="So?"), make_result(), FINAL], TOOLS, "otherwise"),
     "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),
 }
 
@@ -241,6 +280,25 @@ def test_malformed_calls_and_tools_name_what_is_wrong(messages: Any, tools: Any,
     with pytest.raises(Malformed) as malformed:
         read_chat_row({"messages": messages, "tools": tools})
     assert reason in malformed.value.args[0]
+
+
+def test_json_columns_are_objects_as_datasets_returns_them(tmp_path: Path) -> None:
+    """Of entire messages, and of a single field; a null in JSON is an argument, unlike one that a table adds."""
+    rows = [
+        {
+            "messages": [ASK, make_call(arguments={"city": "Paris", "unit": None}), make_result(), FINAL],
+            "tools": TOOLS[:1],
+        },
+        {"messages": [ASK, make_call("now", {}), make_result("12:00"), FINAL], "tools": TOOLS[1:]},
+    ]
+    texts = {key: List(Json()) for key in ("messages", "tools")}
+    Dataset.from_list(rows, features=Features(texts)).to_parquet(tmp_path / "all.parquet")
+    Dataset.from_list(rows, features=Features(texts)).save_to_disk(tmp_path / "arrow")
+    Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "some.parquet")
+    expected = [read_chat_row(row) for row in rows]
+    for name in ("all.parquet", "arrow", "some.parquet"):
+        (file,) = find_files([str(tmp_path / name)], "train")
+        assert list(read_chat_rows(file)) == expected, name
 
 
 def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.messages import TEMPLATE_FIELDS, Malformed, Message
+from vcore_ds.data.messages import CALLS, RESULTS, TEMPLATE_FIELDS, Malformed, Message
 from vcore_ds.data.templates import ChatTemplate, find_end
 
 if TYPE_CHECKING:
@@ -45,7 +45,13 @@ class Conversation:
 
     @property
     def has_tools(self) -> bool:
-        return bool(self.tools) or any("tool_calls" in message for message in self.messages)
+        """Whether any turn is a call or a result, also as text (Qwen's results are in turns of the user)."""
+        return bool(self.tools) or any(
+            message["role"] in RESULTS
+            or CALLS & message.keys()
+            or message["content"].lstrip().startswith("<tool_response>")
+            for message in self.messages
+        )
 
     @property
     def unknown_keys(self) -> list[str]:
@@ -61,7 +67,8 @@ class RenderedConversation:
     spans: list[tuple[int, int]]
     """Characters that the model generates in each learned turn; those that cannot be supervised are a notice."""
     notices: Mapping[str, int] = field(default_factory=dict)  # see `NOTICES`
-    ignored: list[str] = field(default_factory=list)  # keys of messages that the template does not read
+    ignored: list[str] = field(default_factory=list)
+    """Keys of messages and of `chat_template_kwargs` that the template does not read"""
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -137,6 +144,10 @@ def render_conversation(
     notices = {"unsupervised_turns": len(wanted) - len(learned)} | _find_notices(template, messages, text, learned)
     unknown = conversation.unknown_keys
     ignored = unknown if not unknown or check.is_ignored(unknown) else [k for k in unknown if check.is_ignored([k])]
+    ignored = [
+        *(f"messages.{key}" for key in ignored),
+        *(f"chat_template_kwargs.{name}" for name in template.list_unread_variables()),
+    ]
     notices = {name: number for name, number in notices.items() if number}
     return RenderedConversation(text, list(learned.values()), notices, ignored)
 
@@ -220,11 +231,16 @@ class _ContentCheck:
         for i, message in enumerate(self._marked, start=1):
             if message["role"] != "assistant":
                 continue
-            beside = "the text beside the call in " if "tool_calls" in message else ""
-            for key, what in (("reasoning_content", "the thinking of "), ("content", beside)):
-                if message.get(key, "").strip():
+            beside = "the text beside the call in " if CALLS & message.keys() else ""
+            calls = "`function_calls` of "
+            for key, what in (
+                ("reasoning_content", "the thinking of "),
+                ("content", beside),
+                ("function_calls", calls),
+            ):
+                if isinstance(text := message.get(key), str) and text.strip():
                     word = f"QZX{len(self._words)}ZXQ"
-                    self._words[word] = message[key], f"{what}message {i} (assistant)"
+                    self._words[word] = text, f"{what}message {i} (assistant)"
                     message[key] = word
         self._text, _, self.composition = template.compose(self._marked)
         dropped = [word for word in self._words if word not in self._text]
@@ -244,6 +260,9 @@ class _ContentCheck:
             squeezed, messages = _squeeze(text), enumerate(self._conversation.messages, start=1)
             others = [(i, message) for i, message in messages if message["role"] != "assistant"]
             missing += [f"message {i} ({m['role']})" for i, m in others if _squeeze(m["content"]) not in squeezed]
+        lists = [i for i, m in enumerate(self._marked, start=1) if not isinstance(m.get("function_calls", ""), str)]
+        if lists and self.is_ignored(["function_calls"]):
+            missing.append(f"`function_calls` of message {lists[0]}")
         if missing:
             return f"leaves out {' and '.join(dict.fromkeys(missing))}"
         repeated = [what for word, (_, what) in self._words.items() if self._text.count(word) > 1]

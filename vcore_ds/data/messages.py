@@ -8,11 +8,14 @@ from vcore_ds.common.text import shorten
 
 Message = dict[str, Any]
 """`role` and `content` are strings. A turn of the assistant may have `reasoning_content`, its thinking, which is then
-not in `content` and not empty, and `tool_calls`, whose arguments are objects. Further keys are for the chat
-template."""
+not in `content` and not empty, `tool_calls`, whose arguments are objects, and `function_calls`, calls in a form that
+only some templates read. Further keys are for the chat template."""
 
-TEMPLATE_FIELDS = frozenset({"role", "content", "reasoning_content", "tool_calls"})
+TEMPLATE_FIELDS = frozenset({"role", "content", "reasoning_content", "tool_calls", "function_calls"})
 """Keys of a message that every rendering takes into account, or refuses."""
+
+CALLS = frozenset({"tool_calls", "function_calls"})
+"""Keys of a turn of the assistant that has calls."""
 
 _EXPECTED = 'Expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -33,8 +36,14 @@ THINKING = ("reasoning_content", "thinking", "reasoning")
 
 _OPENING, _CLOSING = "<think>", "</think>"
 _TAGGED = re.compile(r"\A\s*<think>\n*(.*?)\n*</think>\s*\Z", re.DOTALL)
-WEIGHTS = frozenset({"weight", "loss", "train"})
-"""Keys of OpenAI, ms-swift and Axolotl that say whether a message is learned."""
+WEIGHTS = frozenset("weight loss loss_mask loss_scale train training trainable mask masked".split())
+"""Keys of OpenAI, ms-swift, Axolotl, torchtune and others that say whether a message is learned."""
+MASKS = frozenset({"mask", "masked"})  # true: not learned; a number may mean either
+_DETAILS = frozenset({"train_detail", "training_detail"})  # Axolotl's, for parts of a message
+_TEXTS = frozenset({"text", "input_text", "output_text"})  # types of parts of a content
+_PART_KEYS = ("thinking", "text", "content", "summary")  # of a part of thinking, whose first one is read
+RESULTS = frozenset({"tool", "environment", "ipython"})
+"""Roles of turns with the result of a call."""
 
 UNCLOSED_THINKING = "unclosed thinking (cut off)"
 EMPTY_ANSWER = "empty answer"
@@ -84,6 +93,7 @@ def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
             message["role"] = "assistant"
             if checked and checked[-1]["role"] == "assistant":  # text and calls of one turn, or several calls
                 checked[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+                checked[-1] = {**message, **checked[-1]}
                 given = {"text": checked[-1].get("reasoning_content", ""), "call": message.get("reasoning_content", "")}
                 _merge_thinking(checked[-1], given, f"message {i}")
                 learned[-1] = learned[-1] and is_learned
@@ -143,14 +153,16 @@ def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
         raise Malformed(f"{where}: `role` is {found}, expected a string.")
     role = message["role"] = SPEAKERS.get(message["role"].lower(), message["role"])
     is_learned = _read_weight(message, where)
+    if not message.get("function_calls", True):
+        del message["function_calls"]
     if role == CALL:
         if "content" not in message:
             raise Malformed(f"{where} has no `content`, expected a call as JSON.")
         message["tool_calls"] = message["content"]
         message["content"] = ""
-    calls = _read_calls(message, where)
-    if calls and role not in ("assistant", CALL):
-        raise Malformed(f"{where}: found `tool_calls` in a turn of the {role}, expected them in the assistant's.")
+    _read_calls(message, where)
+    if (calls := CALLS & message.keys()) and role not in ("assistant", CALL):
+        raise Malformed(f"{where}: found `{min(calls)}` in a turn of the {role}, expected them in the assistant's.")
     if role in ("assistant", CALL):
         _read_thinking(message, where)
         if calls:
@@ -167,31 +179,35 @@ def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
 
 def _read_weight(message: Message, where: str) -> bool:
     """Remove the keys that weight a message; return whether it may be learned."""
+    if details := _DETAILS & message.keys():
+        raise Malformed(f"{where}: `{min(details)}` leaves out parts of a turn, expected entire turns: use `train`.")
     weights = {key: message.pop(key) for key in list(message) if key in WEIGHTS}
     for key, value in weights.items():
+        if key in MASKS and not isinstance(value, bool):
+            raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected a boolean; or use `loss_mask`.")
         if not isinstance(value, int | float) or value not in (0, 1):
             raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected 0 or 1.")
+        weights[key] = not value if key in MASKS else bool(value)
     if len(set(weights.values())) > 1:
         raise Malformed(f"{where}: {' and '.join(f'`{key}`' for key in weights)} contradict each other.")
     if any(weights.values()) and message["role"] not in ("assistant", CALL):
         raise Malformed(
             f"{where}: `{next(iter(weights))}` asks to learn a turn of the {message['role']}, but only turns of the "
-            "assistant are learned; remove it or set it to 0."
+            "assistant are learned; remove it."
         )
     return all(weights.values())
 
 
-def _read_calls(message: Message, where: str) -> list[dict[str, Any]]:
+def _read_calls(message: Message, where: str) -> None:
     """Convert `tool_calls`, or OpenAI's older `function_call`; remove the key if there are none."""
     calls = message.pop("tool_calls", None) or message.pop("function_call", None)
     calls = _parse_json(calls, f"{where}: the call") if isinstance(calls, str) else calls
     if not calls:
-        return []
+        return
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise Malformed(f"{where}: `tool_calls` is {describe_value(calls)}, expected a list of calls.")
     message["tool_calls"] = [_parse_call(call, where) for call in calls]
-    return message["tool_calls"]
 
 
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
@@ -221,9 +237,11 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 def _read_thinking(message: Message, where: str) -> None:
     """Move thinking from other keys and from parts of the content to `reasoning_content`."""
     thinking = {key: message.pop(key) for key in THINKING if key in message}
+    if details := message.pop("reasoning_details", None):  # OpenRouter's
+        thinking["reasoning_details"] = _join_thinking(details, f"{where}: `reasoning_details`")
     content = message.get("content")
     if isinstance(content, list) and (parts := [part for part in content if _is_thinking(part)]):
-        thinking["content"] = "".join(str(_join_parts(part.get("thinking", part.get("text")))) for part in parts)
+        thinking["content"] = _join_thinking(parts, f"{where}: thinking")
         message["content"] = [part for part in content if not _is_thinking(part)] or ""
     for key, value in thinking.items():
         if not isinstance(value, str):
@@ -246,7 +264,7 @@ def _separate_thinking(message: Message, where: str, *, is_learned: bool) -> Non
         given = {"reasoning_content": message.pop("reasoning_content", ""), "content": thinking}
         _merge_thinking(message, given, where)
     message["content"] = answer
-    if is_learned and not answer.strip() and "tool_calls" not in message:
+    if is_learned and not answer.strip() and not CALLS & message.keys():
         raise Dropped(EMPTY_ANSWER)
 
 
@@ -265,10 +283,40 @@ def _is_thinking(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
 
 
+def _join_thinking(parts: Any, where: str) -> str:
+    """Join the texts of thinking parts. Raises Malformed if there are none, as in encrypted thinking."""
+    found = [_find_thinking(part) for part in parts] if isinstance(parts, list) else []
+    texts = [text for text in found if text is not None]
+    if not texts:
+        raise Malformed(f"{where} is {describe_value(parts)}, expected parts with text in {' or '.join(_PART_KEYS)}.")
+    return "".join(texts)
+
+
+def _find_thinking(part: Any) -> str | None:
+    """Return the text of a part of thinking, or of its parts; None if it has none."""
+    if isinstance(part, str):
+        return part
+    found = []
+    for key in (key for key in _PART_KEYS if isinstance(part, dict) and part.get(key) is not None):
+        items = part[key] if isinstance(part[key], list) else [part[key]]
+        texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in items]
+        if all(isinstance(text, str) for text in texts):
+            found.append(("\n\n" if key == "summary" else "").join(texts))
+    return next(filter(None, found), "" if found else None)
+
+
+def list_part_keys(messages: Any) -> set[str]:
+    """List the keys of parts of the content that are not read."""
+    messages = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    contents = [message.get("content", message.get("value")) for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return {str(key) for part in parts for key, value in part.items() if value is not None} - {"type", *_PART_KEYS}
+
+
 def _join_parts(content: Any) -> Any:
     """Join OpenAI's list of text parts; anything else is returned as it is."""
     if isinstance(content, list) and content:
-        texts: list[Any] = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") == "text"]
+        texts: list[Any] = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") in _TEXTS]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
     return content
@@ -285,7 +333,8 @@ def describe_value(value: Any) -> str:
     """Describe type and beginning of a value, for messages."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     kinds |= {int: "a number", float: "a number"}
-    name = "an empty list" if value == [] else kinds.get(type(value), type(value).__name__)
+    named = next((name for kind, name in kinds.items() if isinstance(value, kind)), type(value).__name__)
+    name = "an empty list" if value == [] else named
     try:
         text = json.dumps(value, ensure_ascii=False, default=repr)
     except RecursionError:

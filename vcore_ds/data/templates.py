@@ -78,6 +78,15 @@ class ChatTemplate:
         """Whether the row leaves open whether the prompt asks for thinking, and the template has both prompts."""
         return self.traits.has_switch and not any(name in self.variables for name in _SWITCHES)
 
+    def list_unread_variables(self) -> list[str]:
+        """List the row's variables that the template does not mention."""
+
+        def is_read(name: str) -> bool:
+            names = _SWITCHES if name in _SWITCHES else [name]
+            return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in names)
+
+        return sorted(name for name in self.variables if not is_read(name))
+
     @property
     def traits(self) -> "TemplateTraits":
         return _find_traits(self.tokenizer, self.source)

@@ -30,9 +30,10 @@ Kind = Literal["math", "code", "chat"]
 SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
 
-_ROWS_VERSION = 3
+_ROWS_VERSION = 4
 """How rows are read. 1 dropped `tools`, calls, and the weights of messages; 2 left thinking in the text, dropped
-thinking columns and `chat_template_kwargs`, and did not learn every end of a turn; both drew other samples."""
+thinking columns and `chat_template_kwargs`, and did not learn every end of a turn; both drew other samples. 3 learned
+masked turns, and dropped calls as text."""
 
 KEPT, MALFORMED = "kept", "malformed"
 
@@ -154,7 +155,7 @@ def examine_row(
     except Malformed as fault:
         result.outcome, result.reason = MALFORMED, str(fault)[:_MAX_REASON]
         return None
-    ignored = [*conversation.unknown, *(f"messages.{key}" for key in (item.ignored if item else ()))]
+    ignored = [*conversation.unknown, *(item.ignored if item else ())]
     result.ignored = [f"`{name[:_MAX_NAME_CHARACTERS]}`" for name in ignored[:_MAX_IGNORED]]
     content = [conversation.messages, conversation.tools, conversation.context_turns]
     text = json.dumps(content, sort_keys=True, default=repr).encode()

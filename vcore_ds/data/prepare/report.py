@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -191,14 +191,18 @@ def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
         if item is None:
             yield f"{place}: {'malformed' if result.reason else 'left out'}: {result.reason or result.outcome}"
         else:
-            yield _show_sequence(place, tokenize_rendered([item], tokenizer)[0], tokenizer)
+            yield _show_sequence(place, tokenize_rendered([item], tokenizer)[0], tokenizer, result.ignored)
             num_shown += 1
         if num_shown == number:
             return
 
 
-def _show_sequence(place: str, sequence: TokenizedSequence, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Write the text of a sequence with the learned passages marked, below a line with the tokens that end them."""
+def _show_sequence(
+    place: str, sequence: TokenizedSequence, tokenizer: "PreTrainedTokenizerBase", ignored: Sequence[str] = ()
+) -> str:
+    """Write the text of a sequence with the learned passages marked, below a line with the tokens that end them, and
+    the row's ignored fields."""
+    rest = f"; ignored: {', '.join(ignored)}" if ignored else ""
     edges = [0, *(np.flatnonzero(np.diff(sequence.supervised)) + 1).tolist(), len(sequence)]
     ends: dict[str, None] = {}
     shown = ""
@@ -209,8 +213,8 @@ def _show_sequence(place: str, sequence: TokenizedSequence, tokenizer: "PreTrain
         if is_learned:
             ends[find_end(tokenizer, text) or "no special token"] = None
     if not ends:
-        return f"{place}: nothing is learned"
-    return f"{place}: learned between {_BEGIN} and {_END}, up to {' and '.join(ends)}\n{shown.rstrip()}\n"
+        return f"{place}: nothing is learned{rest}"
+    return f"{place}: learned between {_BEGIN} and {_END}, up to {' and '.join(ends)}{rest}\n{shown.rstrip()}\n"
 
 
 def _shorten(text: str) -> str:

@@ -1,6 +1,7 @@
 """Reading of conversations from rows in the shapes of fine-tuning data sets, and of those of the paper by its rules
 (appendix "Dataset Curation for supervised tasks")."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -11,6 +12,7 @@ from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.answers import code_prompt, final_answer, math_prompt
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.messages import (
+    MASKS,
     SPEAKERS,
     THINKING,
     WEIGHTS,
@@ -20,13 +22,15 @@ from vcore_ds.data.messages import (
     check_messages,
     check_template_variables,
     check_tools,
+    list_part_keys,
     split_thinking,
 )
-from vcore_ds.data.prepare.sources import RawFile
+from vcore_ds.data.prepare.sources import JsonObject, RawFile
 
 _EXPECTED = (
     "expected `messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`: rename the keys "
-    "(a question to `prompt`, its answer to `completion`)"
+    "(a question to `prompt`, its answer to `completion`), or name them with data.columns (prepare --columns), such as "
+    "{prompt: question, completion: answer}"
 )
 
 
@@ -45,18 +49,36 @@ def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, s
         raise Malformed(f"found the keys {_list_names(row)}; {_EXPECTED}")
     named = [form for form in forms if columns and columns.keys() & {*form[0]}]
     required, shape, read, others = [*named, *forms][0]
+    weights = _read_weights(row)
     system = _find_texts({"system": "", **row}, "system", empty={"system"})["system"]
     messages = read(row)
     if system.strip() and isinstance(messages, list):
         messages = [{"role": "system", "content": system}, *messages]
     checked, context_turns = check_messages(messages)
-    tools = check_tools(row.get("tools", row.get("functions")))
+    tools, functions = check_tools(row.get("tools")), check_tools(row.get("functions"))
     variables = check_template_variables(row.get("chat_template_kwargs"))
     if not any(message["role"] == "assistant" for message in checked[1:]):
         raise Malformed("no turn of the assistant that answers something")
-    known = {*required, *others, "system", "tools", "functions", "chat_template_kwargs"}
+    known = {*required, *others, *weights, "system", "tools", "chat_template_kwargs"}
+    known |= {"functions"} if tools == functions or not tools else set()
     unknown = sorted(str(name) for name in row if name not in known)
-    return Conversation(checked, tools, context_turns, variables, shape, unknown, has_null_arguments)
+    unknown += [f"messages.content.{key}" for key in sorted(list_part_keys(messages))]
+    return Conversation(checked, tools or functions, context_turns, variables, shape, unknown, has_null_arguments)
+
+
+def _read_weights(row: dict[str, Any]) -> set[str]:
+    """Return the columns that say whether a row is learned. Raises Dropped if it is not. `loss` and numbers other than
+    0 and 1 may mean something else."""
+    read = set()
+    for name in WEIGHTS & row.keys():
+        value = row[name]
+        if isinstance(value, list):
+            raise Malformed(f"column `{name}` is a list, expected `{name}` in each message")
+        if isinstance(value, bool) or (value in (0, 1) and name not in {"loss", *MASKS}):
+            if bool(value) == (name in MASKS):
+                raise Dropped(f"`{name}` of the row is {json.dumps(value)}")
+            read.add(name)
+    return read
 
 
 def read_chat_rows(file: RawFile, columns: Mapping[str, str] | None = None) -> Iterator[Conversation]:
@@ -109,17 +131,19 @@ def _make_turns(question: str, answer: str) -> list[Message]:
 def _add_thinking(row: dict[str, Any], completion: list[Any]) -> list[Any]:
     """Move thinking that has a column to the assistant's turn of the completion."""
     thinking = {name: row[name] for name in THINKING if name in row}
-    answers = [turn for turn in completion if isinstance(turn, dict) and turn.get("role") == "assistant"]
-    if not thinking or not answers:
+    speakers = [str(turn.get("role", turn.get("from"))).lower() for turn in completion if isinstance(turn, dict)]
+    answers = [i for i, speaker in enumerate(speakers) if SPEAKERS.get(speaker) == "assistant"]
+    if not thinking or len(speakers) < len(completion):  # which is malformed
         return completion
     name = next(iter(thinking))
-    if len(answers) > 1:
+    if len(answers) != 1:
         raise Malformed(
             f"column `{name}` beside {len(answers)} turns of the assistant; put the thinking into the turns"
         )
-    if answers[0] | thinking != thinking | answers[0]:
+    answer = completion[answers[0]]
+    if answer | thinking != thinking | answer:
         raise Malformed(f"found different thinking in the column `{name}` and in the completion")
-    return [turn | thinking if turn is answers[0] else turn for turn in completion]
+    return [turn | thinking if turn is answer else turn for turn in completion]
 
 
 _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tuple[str, ...]], ...] = (
@@ -141,6 +165,8 @@ def _rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str
 
 def _remove_nulls(value: Any) -> Any:
     """Remove the keys with null from an object and its nested objects, to which a table gives the keys of all rows."""
+    if isinstance(value, JsonObject):
+        return value
     if isinstance(value, dict):
         return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     return [_remove_nulls(item) for item in value] if isinstance(value, list) else value
@@ -148,9 +174,11 @@ def _remove_nulls(value: Any) -> Any:
 
 def _has_null_arguments(value: Any) -> bool:
     """Whether a call has a null argument: a table gives a call the arguments of all calls."""
+    if isinstance(value, JsonObject):
+        return False
     if isinstance(value, dict):
         arguments = value.get("arguments")
-        is_call = isinstance(arguments, dict) and None in arguments.values()
+        is_call = isinstance(arguments, dict) and None in arguments.values() and not isinstance(arguments, JsonObject)
         return is_call or any(map(_has_null_arguments, value.values()))
     return isinstance(value, list) and any(map(_has_null_arguments, value))
 

@@ -8,7 +8,7 @@ import csv
 import glob
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -27,7 +27,7 @@ from vcore_ds.common.paths import (
 )
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import DataType, RecordBatch
 
 _TABLE_ROWS = 64  # of a table, that are in memory at once
 _PEEK_BYTES = 2**20
@@ -272,10 +272,36 @@ def _read_arrow(path: Path) -> Iterator[bytes]:
                 yield from _pickle_rows(batch.slice(start, _TABLE_ROWS))
 
 
+class JsonObject(dict[str, Any]):
+    """An object of a column of JSON: unlike others of a table, it has no key that its row does not have."""
+
+
+def _make_decoder(kind: "DataType") -> Callable[[Any], Any] | None:
+    """Make a function that parses the JSON in values of an Arrow type, as `datasets` does; None if there is none."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        return lambda text: None if text is None else json.loads(text, object_hook=JsonObject)
+    if isinstance(kind, pa.StructType):
+        decoders = {field.name: decode for field in kind if (decode := _make_decoder(field.type))}
+
+        def decode_object(row: dict[str, Any] | None) -> dict[str, Any] | None:
+            return row and {**row, **{name: decode(row[name]) for name, decode in decoders.items()}}
+
+        return decode_object if decoders else None
+    if hasattr(kind, "value_type") and (decode := _make_decoder(kind.value_type)):
+        return lambda items: None if items is None else [decode(item) for item in items]
+    return None
+
+
 def _pickle_rows(batch: "RecordBatch") -> Iterator[bytes]:
+    import pyarrow as pa
+
+    decode = _make_decoder(pa.struct(list(batch.schema)))
     try:
         rows = batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # invalid text or times
+        rows = rows if decode is None else [decode(row) for row in rows]
+    except (ValueError, OverflowError, RecursionError) as error:  # invalid text, times or JSON
         if batch.num_rows > 1:
             for i in range(batch.num_rows):
                 yield from _pickle_rows(batch.slice(i, 1))
