@@ -46,12 +46,8 @@ class Conversation:
     @property
     def has_tools(self) -> bool:
         """Whether any turn is a call or a result, also as text (Qwen's results are in turns of the user)."""
-        return bool(self.tools) or any(
-            message["role"] in RESULTS
-            or CALLS & message.keys()
-            or message["content"].lstrip().startswith("<tool_response>")
-            for message in self.messages
-        )
+        has_results = any(m["role"] in RESULTS or m["content"].startswith("<tool_response>") for m in self.messages)
+        return bool(self.tools) or has_results or any(CALLS & message.keys() for message in self.messages)
 
     @property
     def unknown_keys(self) -> list[str]:
@@ -144,10 +140,8 @@ def render_conversation(
     notices = {"unsupervised_turns": len(wanted) - len(learned)} | _find_notices(template, messages, text, learned)
     unknown = conversation.unknown_keys
     ignored = unknown if not unknown or check.is_ignored(unknown) else [k for k in unknown if check.is_ignored([k])]
-    ignored = [
-        *(f"messages.{key}" for key in ignored),
-        *(f"chat_template_kwargs.{name}" for name in template.list_unread_variables()),
-    ]
+    ignored = [f"messages.{key}" for key in ignored]
+    ignored += [f"chat_template_kwargs.{name}" for name in template.list_unread_variables()]
     notices = {name: number for name, number in notices.items() if number}
     return RenderedConversation(text, list(learned.values()), notices, ignored)
 
@@ -233,11 +227,8 @@ class _ContentCheck:
                 continue
             beside = "the text beside the call in " if CALLS & message.keys() else ""
             calls = "`function_calls` of "
-            for key, what in (
-                ("reasoning_content", "the thinking of "),
-                ("content", beside),
-                ("function_calls", calls),
-            ):
+            keys = {"reasoning_content": "the thinking of ", "content": beside, "function_calls": calls}
+            for key, what in keys.items():
                 if isinstance(text := message.get(key), str) and text.strip():
                     word = f"QZX{len(self._words)}ZXQ"
                     self._words[word] = text, f"{what}message {i} (assistant)"

@@ -183,10 +183,9 @@ def _read_weight(message: Message, where: str) -> bool:
         raise Malformed(f"{where}: `{min(details)}` leaves out parts of a turn, expected entire turns: use `train`.")
     weights = {key: message.pop(key) for key in list(message) if key in WEIGHTS}
     for key, value in weights.items():
-        if key in MASKS and not isinstance(value, bool):
-            raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected a boolean; or use `loss_mask`.")
-        if not isinstance(value, int | float) or value not in (0, 1):
-            raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected 0 or 1.")
+        kinds, expected = (bool, "true or false") if key in MASKS else (int | float, "0 or 1")
+        if not isinstance(value, kinds) or value not in (0, 1):
+            raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected {expected}.")
         weights[key] = not value if key in MASKS else bool(value)
     if len(set(weights.values())) > 1:
         raise Malformed(f"{where}: {' and '.join(f'`{key}`' for key in weights)} contradict each other.")
@@ -285,8 +284,7 @@ def _is_thinking(part: Any) -> bool:
 
 def _join_thinking(parts: Any, where: str) -> str:
     """Join the texts of thinking parts. Raises Malformed if there are none, as in encrypted thinking."""
-    found = [_find_thinking(part) for part in parts] if isinstance(parts, list) else []
-    texts = [text for text in found if text is not None]
+    texts = [text for text in map(_find_thinking, parts if isinstance(parts, list) else ()) if text is not None]
     if not texts:
         raise Malformed(f"{where} is {describe_value(parts)}, expected parts with text in {' or '.join(_PART_KEYS)}.")
     return "".join(texts)

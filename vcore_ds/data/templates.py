@@ -80,12 +80,8 @@ class ChatTemplate:
 
     def list_unread_variables(self) -> list[str]:
         """List the row's variables that the template does not mention."""
-
-        def is_read(name: str) -> bool:
-            names = _SWITCHES if name in _SWITCHES else [name]
-            return any(re.search(rf"\b{re.escape(name)}\b", self.source) for name in names)
-
-        return sorted(name for name in self.variables if not is_read(name))
+        patterns = {name: "|".join(_SWITCHES) if name in _SWITCHES else re.escape(name) for name in self.variables}
+        return sorted(name for name, words in patterns.items() if not re.search(rf"\b({words})\b", self.source))
 
     @property
     def traits(self) -> "TemplateTraits":

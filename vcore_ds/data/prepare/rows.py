@@ -25,7 +25,7 @@ from vcore_ds.data.messages import (
     list_part_keys,
     split_thinking,
 )
-from vcore_ds.data.prepare.sources import JsonObject, RawFile
+from vcore_ds.data.prepare.sources import RawFile
 
 _EXPECTED = (
     "expected `messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`: rename the keys "
@@ -131,19 +131,18 @@ def _make_turns(question: str, answer: str) -> list[Message]:
 def _add_thinking(row: dict[str, Any], completion: list[Any]) -> list[Any]:
     """Move thinking that has a column to the assistant's turn of the completion."""
     thinking = {name: row[name] for name in THINKING if name in row}
-    speakers = [str(turn.get("role", turn.get("from"))).lower() for turn in completion if isinstance(turn, dict)]
-    answers = [i for i, speaker in enumerate(speakers) if SPEAKERS.get(speaker) == "assistant"]
-    if not thinking or len(speakers) < len(completion):  # which is malformed
+    turns = [turn for turn in completion if isinstance(turn, dict)]
+    answers = [turn for turn in turns if SPEAKERS.get(str(turn.get("role", turn.get("from"))).lower()) == "assistant"]
+    if not thinking or not answers:
         return completion
     name = next(iter(thinking))
-    if len(answers) != 1:
+    if len(answers) > 1:
         raise Malformed(
             f"column `{name}` beside {len(answers)} turns of the assistant; put the thinking into the turns"
         )
-    answer = completion[answers[0]]
-    if answer | thinking != thinking | answer:
+    if answers[0] | thinking != thinking | answers[0]:
         raise Malformed(f"found different thinking in the column `{name}` and in the completion")
-    return [turn | thinking if turn is answer else turn for turn in completion]
+    return [turn | thinking if turn is answers[0] else turn for turn in completion]
 
 
 _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tuple[str, ...]], ...] = (
@@ -165,20 +164,16 @@ def _rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str
 
 def _remove_nulls(value: Any) -> Any:
     """Remove the keys with null from an object and its nested objects, to which a table gives the keys of all rows."""
-    if isinstance(value, JsonObject):
-        return value
-    if isinstance(value, dict):
+    if type(value) is dict:  # no `JsonObject`
         return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     return [_remove_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _has_null_arguments(value: Any) -> bool:
     """Whether a call has a null argument: a table gives a call the arguments of all calls."""
-    if isinstance(value, JsonObject):
-        return False
-    if isinstance(value, dict):
+    if type(value) is dict:  # no `JsonObject`
         arguments = value.get("arguments")
-        is_call = isinstance(arguments, dict) and None in arguments.values() and not isinstance(arguments, JsonObject)
+        is_call = type(arguments) is dict and None in arguments.values()
         return is_call or any(map(_has_null_arguments, value.values()))
     return isinstance(value, list) and any(map(_has_null_arguments, value))
 

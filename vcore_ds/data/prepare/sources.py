@@ -8,7 +8,7 @@ import csv
 import glob
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -276,31 +276,26 @@ class JsonObject(dict[str, Any]):
     """An object of a column of JSON: unlike others of a table, it has no key that its row does not have."""
 
 
-def _make_decoder(kind: "DataType") -> Callable[[Any], Any] | None:
-    """Make a function that parses the JSON in values of an Arrow type, as `datasets` does; None if there is none."""
+def _decode(value: Any, kind: "DataType") -> Any:
+    """Parse the JSON in a value of an Arrow type, as `datasets` does."""
     import pyarrow as pa
 
-    if isinstance(kind, pa.JsonType):
-        return lambda text: None if text is None else json.loads(text, object_hook=JsonObject)
-    if isinstance(kind, pa.StructType):
-        decoders = {field.name: decode for field in kind if (decode := _make_decoder(field.type))}
-
-        def decode_object(row: dict[str, Any] | None) -> dict[str, Any] | None:
-            return row and {**row, **{name: decode(row[name]) for name, decode in decoders.items()}}
-
-        return decode_object if decoders else None
-    if hasattr(kind, "value_type") and (decode := _make_decoder(kind.value_type)):
-        return lambda items: None if items is None else [decode(item) for item in items]
-    return None
+    if isinstance(kind, pa.JsonType) and value is not None:
+        return json.loads(value, object_hook=JsonObject)
+    if isinstance(kind, pa.StructType) and value is not None:
+        return {field.name: _decode(value[field.name], field.type) for field in kind}
+    is_list = isinstance(value, list) and hasattr(kind, "value_type")
+    return [_decode(item, kind.value_type) for item in value] if is_list else value
 
 
 def _pickle_rows(batch: "RecordBatch") -> Iterator[bytes]:
     import pyarrow as pa
 
-    decode = _make_decoder(pa.struct(list(batch.schema)))
+    kind = pa.struct(list(batch.schema))
     try:
         rows = batch.to_pylist()
-        rows = rows if decode is None else [decode(row) for row in rows]
+        if "arrow.json" in str(kind):
+            rows = [_decode(row, kind) for row in rows]
     except (ValueError, OverflowError, RecursionError) as error:  # invalid text, times or JSON
         if batch.num_rows > 1:
             for i in range(batch.num_rows):
