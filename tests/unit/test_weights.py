@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.method.weights import (
+    Tokens,
     gibbs_weights,
     gibbs_weights_for_budget,
     log_probability_base,
@@ -138,6 +139,25 @@ def test_sequence_weights_leave_a_budget_over_the_batch() -> None:
     log_ratios = (r / shares).log()
     slopes = (log_ratios - log_ratios[0])[1:] / (utilities - utilities[0])[1:]
     assert float(slopes[0]) == pytest.approx(float(slopes[1]), rel=1e-9) and float(slopes[0]) > 0
+
+
+def test_a_token_of_the_highest_utility_that_has_no_base_weight() -> None:
+    """`softmax([-3000, -1000])`: without a shift both exponentials would underflow, and their ratio be NaN."""
+    result = gibbs_weights(torch.tensor([0.0, -1.0]), make_index([2]), 1, 1000.0, torch.tensor([-3000.0, 0.0]))
+    assert result.weights.tolist() == [0.0, 1.0] and result.kl.tolist() == [0.0]
+
+
+def test_no_divergence_is_negative() -> None:
+    """That of weights so close to uniform is below the rounding of its terms."""
+    utilities = 1e-5 * torch.randn(7000, generator=torch.Generator().manual_seed(0))
+    assert gibbs_weights(utilities, make_index([7] * 1000), 1000, 1.0).kl.min() >= 0.0
+
+
+def test_kept_tokens_are_counted_by_sequence() -> None:
+    kept = torch.tensor([True, False, False, True, True])
+    tokens = Tokens(torch.ones(5), make_index([3, 2]), 2, kept=kept)
+    assert tokens.num_tokens().tolist() == [3, 2] and tokens.num_kept().tolist() == [1, 2]
+    assert Tokens(torch.ones(5), make_index([3, 2]), 2).num_kept().tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
