@@ -93,7 +93,10 @@ def test_the_variance_alpha_without_variance_is_one() -> None:
     for v_u, v_q in ((nothing, some), (some, nothing), (nothing, nothing)):
         assert float(variance_alpha(v_u, v_q, cap=None)) == 1.0
     equal = utility_moments(torch.full((6,), 0.1), torch.full((6,), 1 / 3), make_index([3, 3]), 2)
-    assert float(variance_alpha(*utility_variances(equal), cap=None)) == 1.0  # not a ratio of two roundings
+    assert float(variance_alpha(*utility_variances(equal), cap=None)) == 1.0
+    # Not a ratio of two roundings: sums of squares that differ by 2e-15 from those of equal utilities.
+    rounded = torch.tensor([2.0, 2.0, 2.0 + 4e-15, 4.0, 8.0 + 2e-14], dtype=torch.float64)
+    assert [float(variance) for variance in utility_variances(rounded)] == [0.0, 0.0]
 
 
 def test_the_effective_sample_size_alpha_by_hand() -> None:

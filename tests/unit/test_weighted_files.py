@@ -1,5 +1,6 @@
 """Several training files with weights, and trusted traces in the training data: order, reading and messages."""
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from vcore_ds.data.dataset import (
     list_files,
     shuffle_by_share,
 )
+from vcore_ds.data.scores_folder import LOSS_WEIGHTS, TokenRows, write_token_table
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.training.faults import describe_rows
@@ -252,6 +254,43 @@ def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank:
     same = make_reader(setup, train_path=file["path"], probe_path=file["path"])
     with pytest.raises(UserError, match=r"found all of its 4 traces in data.probe_path too; .* to keep to train on"):
         same.read_training_data(SFT, 0)
+
+
+def test_a_method_gets_its_masks_and_its_weights(setup: Path, one_rank: None, tmp_path: Path) -> None:
+    train = str(setup / "a.jsonl")
+    data = make_reader(setup, train_path=train).read_training_data(MethodConfig(name="random", keep_share=0.3), 0)
+    assert all(one.kept is not None and 0 < one.kept.sum() <= one.supervised.sum() for one in data)
+    store = make_reader(setup, train_path=train).read_store(train)
+    tokenizer, offsets = store.manifest["tokenizer"], np.cumsum([0, *store.lengths[:5]])
+    made_with = {
+        "tokenizer": tokenizer["hash"],
+        "chat_template": tokenizer["chat_template_hash"],
+        "digest": store.digest,
+    }
+    weights = np.arange(offsets[-1], dtype=np.float16)
+    write_token_table(
+        path := tmp_path / "w", [TokenRows(np.arange(5), {LOSS_WEIGHTS: offsets}, {LOSS_WEIGHTS: weights})], made_with
+    )
+    with pytest.raises(UserError, match="found no weights for 1 of 6 training traces, first for the one at position 5"):
+        read_data(setup, train_path=train, token_weights=str(path))
+    write_conversations(tmp_path / "pool.jsonl", sums([5]))
+    data = read_data(setup, train_path=train, token_weights=str(path), probe_path=str(tmp_path / "pool.jsonl"))
+    assert [one.loss_weights.tolist() for one in data] == [weights[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+@pytest.mark.parametrize(("token_id", "expected"), [(None, 0), (7, 7), (10**6, 0)])
+def test_padding_is_a_token_of_the_model(setup: Path, token_id: int | None, expected: int) -> None:
+    tokenizer = SimpleNamespace(pad_token_id=token_id)
+    assert DataReader(DataConfig(train_path="a"), str(setup / "model"), tokenizer).pad_token_id == expected
+
+
+def test_a_damaged_store_is_not_trained_on(setup: Path, one_rank: None, tmp_path: Path) -> None:
+    shutil.copytree(setup / "store", store := tmp_path / "store")
+    tokens = np.fromfile(store / "tokens.bin", np.int32)
+    tokens[5] ^= 1
+    tokens.tofile(store / "tokens.bin")
+    with pytest.raises(UserError, match="tokens.bin: damaged"):
+        read_data(setup, train_path=str(store))
 
 
 def test_a_run_counts_the_rows_that_are_too_long(setup: Path, one_rank: None) -> None:
