@@ -14,7 +14,7 @@ from tests.helpers.conversations import decode_supervised, tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.quickstart import traces as quickstart_data
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.batches import collate
+from vcore_ds.data.batches import IGNORED_LABEL, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.messages import Malformed
 from vcore_ds.data.tokenization import TokenizedSequence
 
@@ -186,3 +186,46 @@ def test_a_solution_is_judged_by_its_summary(summary: str, is_right: bool | None
         quickstart_data.judge(summary, Fraction(1239), "How many strings of length 6 have the digits 1, 2, 3?")
         is is_right
     )
+
+
+def test_a_pack_by_hand() -> None:
+    """Two sequences of 3 and 2 tokens in a pack, padded to 8, and one of 4 in another."""
+
+    def make(number: int, ids: list[int], marks: str, kept: str) -> TokenizedSequence:
+        supervised, is_kept = ([c == "1" for c in text] for text in (marks, kept))
+        weights = np.array(ids, np.float16) / 8
+        return TokenizedSequence(
+            number, np.array(ids, np.int32), np.array(supervised), kept=np.array(is_kept), loss_weights=weights
+        )
+
+    first, second, third = (
+        make(7, [11, 12, 13], "011", "001"),
+        make(9, [21, 22], "01", "01"),
+        make(4, [31, 32, 33, 34], "0011", "0010"),
+    )
+    batch = pack([[first, second], [third]], pad_token_id=99)
+    no, rest = IGNORED_LABEL, [99] * 3
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, *rest], [31, 32, 33, 34, 99, *rest]]
+    assert batch.labels.tolist() == [[no, 12, 13, no, 22, no, no, no], [no, no, 33, 34, no, no, no, no]]
+    assert batch.position_ids().tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch.sequence_lengths() == [[3, 2, 3], [4, 4]] and batch.row_lengths == [5, 4]
+    assert batch.is_token().sum(1).tolist() == [5, 4] and not batch.is_token()[0, 5]
+    assert batch.targets().tolist() == [[12, 13, no, 22, no, no, no, no], [no, 33, 34, no, no, no, no, no]]
+    assert batch.token_sequence_ids().tolist() == [[7, 7, 7, 9, 9, -1, -1, -1], [4, 4, 4, 4, -1, -1, -1, -1]]
+    assert batch.sequence_index().tolist() == [0, 0, 1, 2, 2] and batch.num_supervised_tokens().tolist() == [2, 1, 2]
+    assert batch.kept_targets().tolist() == [False, True, True, True, False]
+    assert batch.num_kept_tokens().tolist() == [1, 1, 1]
+    assert [prompt.tolist() for prompt in batch.prompts()] == [[11], [21], [31, 32]]
+    tokens = batch.tokens(torch.zeros(5))
+    assert tokens.loss_weights.tolist() == [12 / 8, 13 / 8, 22 / 8, 33 / 8, 34 / 8]
+
+    alone = collate([third], pad_token_id=99)
+    assert alone.segments is None and alone.token_sequence_ids().tolist() == [[4] * 8]
+    assert alone.sequence_lengths() == [[8]] and alone.position_ids().tolist() == [list(range(8))]
+    idle = idle_batch(99)
+    assert not idle.is_token().any() and idle.num_sequences == 1 and idle.token_sequence_ids().eq(-1).all()
+
+    joined = merge_batches([batch, alone, idle])
+    assert joined.sequence_ids == [7, 9, 4, 4] and joined.row_lengths == [5, 4, 4, 0]
+    assert joined.segments[:2].tolist() == batch.segments.tolist()
+    assert joined.segments[2:, 0].tolist() == [3, 4] and joined.sequence_index().tolist() == [0, 0, 1, 2, 2, 3, 3]
