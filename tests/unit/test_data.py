@@ -229,3 +229,4 @@ def test_a_pack_by_hand() -> None:
     assert joined.sequence_ids == [7, 9, 4, 4] and joined.row_lengths == [5, 4, 4, 0]
     assert joined.segments[:2].tolist() == batch.segments.tolist()
     assert joined.segments[2:, 0].tolist() == [3, 4] and joined.sequence_index().tolist() == [0, 0, 1, 2, 2, 3, 3]
+    assert merge_batches([alone, batch]).segments[1].tolist() == [1, 1, 1, 2, 2, -1, -1, -1]

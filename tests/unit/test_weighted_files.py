@@ -276,6 +276,7 @@ def test_a_method_gets_its_masks_and_its_weights(setup: Path, one_rank: None, tm
     write_conversations(tmp_path / "pool.jsonl", sums([5]))
     data = read_data(setup, train_path=train, token_weights=str(path), probe_path=str(tmp_path / "pool.jsonl"))
     assert [one.loss_weights.tolist() for one in data] == [weights[a:b].tolist() for a, b in pairwise(offsets)]
+    assert data.digest != read_data(setup, train_path=train, probe_path=str(tmp_path / "pool.jsonl")).digest
 
 
 @pytest.mark.parametrize(("token_id", "expected"), [(None, 0), (7, 7), (10**6, 0)])
