@@ -14,6 +14,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.cache import check_source, find_or_make_store
+from vcore_ds.data.prepare.report import describe_reading
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 
@@ -91,6 +92,20 @@ def test_a_recipe_names_a_configuration_of_a_folder(prepare: Prepared, tmp_path:
     assert decode_learned(prepare(Path(f"{tmp_path / 'set'}::code"))[0]) == ["code<|im_end|>"]
     with pytest.raises(UserError, match="found several configurations, expected .*set::NAME with one of math, code"):
         check_source(str(tmp_path / "set"))
+
+
+def test_a_recipe_names_a_split(prepare: Prepared, tmp_path: Path) -> None:
+    """Also for the lines of `check`; the message without one names the key."""
+    files = [{"split": name, "path": f"{name}.jsonl"} for name in ("math", "chat")]
+    (tmp_path / "set").mkdir()
+    configs = json.dumps({"configs": [{"config_name": "default", "data_files": files}]})
+    (tmp_path / "set" / "README.md").write_text(f"---\n{configs}\n---\n")
+    for name in ("math", "chat"):
+        write_lines(tmp_path / "set" / f"{name}.jsonl", [make_row("q", name)])
+    assert decode_learned(prepare(tmp_path / "set", split="chat")[0]) == ["chat<|im_end|>"]
+    assert describe_reading(str(tmp_path / "set"), split="math")[0].endswith("set: 1 rows")
+    with pytest.raises(UserError, match=r"no split 'train', only math, chat; name one with data\.split \(prepare --s"):
+        prepare(tmp_path / "set")
 
 
 def test_columns_of_other_names_are_mapped(prepare: Prepared, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def describe_rows(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -
         from vcore_ds.data.prepare import report  # reads files: not where there are none
 
         try:
-            lines = report.describe_reading(path, recipe.data.columns, tokenizer)
+            lines = report.describe_reading(path, recipe.data.columns, tokenizer, recipe.data.split)
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)

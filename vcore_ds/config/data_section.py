@@ -72,6 +72,8 @@ class DataConfig(Section):
     supervise: Literal["all", "last"] = "all"
     """Learn all turns of the assistant, calls included, or the last one alone. `weight`, `loss` or `train` of a message
     (0 or 1) leaves out single turns."""
+    split: Text = "train"
+    """Split that is read of data sets on the hub, and of folders that have several."""
     columns: dict[ColumnName, Text] = {}  # noqa: RUF012  (pydantic copies it)
     """Names of columns that differ from ours, as {OURS: THEIRS}, such as {prompt: question, thinking: trajectory,
     completion: attempt}. Ours are messages, conversations, prompt, completion, instruction, input, output, history,

@@ -300,6 +300,7 @@ MAY_DIFFER = frozenset(
         "data.trusted_overlap",
         "data.keep.scores",
         "data.cache_dir",
+        "data.split",
         "data.columns",
         "data.max_malformed",
         # These change results only by rounding.

@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
 
 
-def check_source(path: str) -> bool:
-    """Return whether `path` is a token store. Raises UserError unless it is one, data, or possibly an id on the hub,
-    which is not contacted."""
+def check_source(path: str, split: str = "train") -> bool:
+    """Return whether `path` is a token store. Raises UserError unless it is one, data with the split, or possibly an id
+    on the hub, which is not contacted."""
     with reading("", Path(path), "data, or a token store, that can be read"):
         is_store = (Path(path) / MANIFEST).is_file()
         if not is_store:
-            find_local_files(path, "train")
+            find_local_files(path, split)
     return is_store
 
 
-def is_small(path: str) -> bool:
+def is_small(path: str, split: str) -> bool:
     """Whether `path` is a token store, or raw data on this machine that are converted to one in seconds."""
-    if check_source(path):
+    if check_source(path, split):
         return True
-    files = find_local_files(path, "train")
+    files = find_local_files(path, split)
     return files is not None and sum(Path(file.path).stat().st_size for file in files) < _SMALL_BYTES
 
 
@@ -60,12 +60,12 @@ def find_or_make_store(
     `say` is called with progress and problems, `note` (None for `say`) with the formats and counts of the data. Raises
     UserError if the data do not exist, have too many malformed rows, or have nothing to learn from, if a store was made
     with another value of data.supervise, or if the cache cannot be written."""
-    if check_source(path):
+    if check_source(path, settings.split):
         check_supervision(Path(path), settings.supervise)
         return Path(path)
     check_tokenizer(tokenizer)
-    shared = settings.model_dump(include={"cutoff_length", "overlong", "supervise", "columns"})
-    request = PrepareRequest("chat", (path,), str(tokenizer.name_or_path), "train", **shared)
+    shared = settings.model_dump(include={"cutoff_length", "overlong", "supervise", "columns", "split"})
+    request = PrepareRequest("chat", (path,), str(tokenizer.name_or_path), **shared)
     raw_files = find_files(request.sources, request.split)
     # The digest of a large file is of samples; changes in between show in its mtime.
     files = sorted({Path(file.path) for file in raw_files if not file.hub})
@@ -87,7 +87,7 @@ def find_or_make_store(
             say(f"Data: {path}: another process is making {folder}; waiting for it")
             held = lock.acquire()
         with held:
-            processes = 1 if is_small(path) else len(os.sched_getaffinity(0))
+            processes = 1 if is_small(path, settings.split) else len(os.sched_getaffinity(0))
             # The folder's name is a hash of everything else in the request, and no user chose it or could be asked.
             again = read_request(unfinished_path(folder)).get("version") != __version__
             prepare(request, folder, processes=processes, max_malformed=limit, again=again, say=say, note=note)

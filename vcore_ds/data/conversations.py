@@ -63,8 +63,7 @@ class RenderedConversation:
     spans: list[tuple[int, int]]
     """Characters that the model generates in each learned turn; those that cannot be supervised are a notice."""
     notices: Mapping[str, int] = field(default_factory=dict)  # see `NOTICES`
-    ignored: list[str] = field(default_factory=list)
-    """Keys of messages and of `chat_template_kwargs` that the template does not read"""
+    ignored: list[str] = field(default_factory=list)  # keys and variables that the template does not read
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:

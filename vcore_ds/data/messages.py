@@ -14,8 +14,7 @@ only some templates read. Further keys are for the chat template."""
 TEMPLATE_FIELDS = frozenset({"role", "content", "reasoning_content", "tool_calls", "function_calls"})
 """Keys of a message that every rendering takes into account, or refuses."""
 
-CALLS = frozenset({"tool_calls", "function_calls"})
-"""Keys of a turn of the assistant that has calls."""
+CALLS = frozenset({"tool_calls", "function_calls"})  # keys of a turn of the assistant that has calls
 
 _EXPECTED = 'Expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -42,8 +41,7 @@ MASKS = frozenset({"mask", "masked"})  # true: not learned; a number may mean ei
 _DETAILS = frozenset({"train_detail", "training_detail"})  # Axolotl's, for parts of a message
 _TEXTS = frozenset({"text", "input_text", "output_text"})  # types of parts of a content
 _PART_KEYS = ("thinking", "text", "content", "summary")  # of a part of thinking, whose first one is read
-RESULTS = frozenset({"tool", "environment", "ipython"})
-"""Roles of turns with the result of a call."""
+RESULTS = frozenset({"tool", "environment", "ipython"})  # roles of turns with the result of a call
 
 UNCLOSED_THINKING = "unclosed thinking (cut off)"
 EMPTY_ANSWER = "empty answer"

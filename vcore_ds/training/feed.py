@@ -286,7 +286,7 @@ def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedToke
     for key, path in settings.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
-        if is_small(path):
+        if is_small(path, settings.split):
             folder = find_or_make_store(path, tokenizer, settings, say=lambda _: None)
             check_contents(folder, cache_root(settings.cache_dir))
             open_store(settings, folder, model, tokenizer)

@@ -86,7 +86,7 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
     resumes = can_resume(recipe)
     for key, path in recipe.data.paths().items():
         if key not in WRITTEN_BY_COMMANDS:
-            check_source(path)  # before the model, whose lookup on the hub takes a minute without a connection
+            check_source(path, recipe.data.split)  # before the model, whose lookup takes a minute without a connection
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))

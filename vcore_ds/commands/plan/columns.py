@@ -150,7 +150,7 @@ def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | Non
         return lengths, len(lengths)
     if tokenizer is None:
         return [], None
-    files, rendered = find_files([path], "train"), []
+    files, rendered = find_files([path], data.split), []
     max_rows, is_all = max(1, _MAX_ROWS // len(files)), len(files) <= _MAX_ROWS
     for file in files[:_MAX_ROWS]:
         rows = list(islice(read_chat_rows(file, data.columns), max_rows + 1))

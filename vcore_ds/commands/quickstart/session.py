@@ -72,7 +72,7 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
         values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
     else:
         for file in recipe.data.train_files():
-            check_source(file.path)  # before anything that takes long
+            check_source(file.path, recipe.data.split)  # before anything that takes long
         if "model.path" not in chosen:
             values["model.path"] = prepare_model(DATA)
         if "schedule.num_steps" not in chosen:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -195,7 +196,9 @@ def _digest(key: str, path: str) -> str | None:
             return compute_file_digest(file) if file.is_file() else None
     if (file / MANIFEST).is_file():
         return read_manifest(file)["digest"]
-    return hashlib.sha256(json.dumps(describe_source(find_files([path], "train"))).encode()).hexdigest()
+    with suppress(UserError):  # a folder with other splits; the run reports it if it lacks data.split
+        return hashlib.sha256(json.dumps(describe_source(find_files([path], "train"))).encode()).hexdigest()
+    return None
 
 
 # ---- a plan ----------------------------------------------------------------------------------------------------------

@@ -155,16 +155,17 @@ def describe_reading(
     path: str,
     columns: Mapping[str, str] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
+    split: str = "train",
 ) -> list[str]:
     """Describe a token store, or the first rows of conversations, in a line for each format, rule and observation. With
-    the tokenizer, also what its chat template makes of the rows. `columns`: data.columns. Raises UserError if `path`
-    cannot be read."""
+    the tokenizer, also what its chat template makes of the rows. `columns`, `split`: those of data. Raises
+    UserError if `path` cannot be read."""
     if (Path(path) / MANIFEST).is_file():
         counts, lines = read_manifest(Path(path)).get("counts", {}), []
     else:
-        request = PrepareRequest("chat", (path,), "", "train", columns=columns or {})
+        request = PrepareRequest("chat", (path,), "", split, columns=columns or {})
         report = PrepareReport(request)
-        for file, number, row in islice(number_rows(find_files([path], "train")), _NUM_ROWS):
+        for file, number, row in islice(number_rows(find_files([path], split)), _NUM_ROWS):
             result = Result(number)
             examine_row(result, row, request, file, tokenizer)
             report.count(result, path)

@@ -170,7 +170,8 @@ def _list_folder(folder: Path, configuration: str | None, split: str) -> list[Pa
 
 def _check_split(name: str, split: str, splits: Iterable[object]) -> None:
     if split not in splits:
-        raise UserError(f"{name}: found no split {split!r}, only {', '.join(map(str, splits))}; name one with --split")
+        found = f"found no split {split!r}, only {', '.join(map(str, splits))}"
+        raise UserError(f"{name}: {found}; name one with data.split (prepare --split)")
 
 
 def _has_configurations(folder: Path) -> bool:
