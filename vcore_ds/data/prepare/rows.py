@@ -1,7 +1,6 @@
 """Reading of conversations from rows in the shapes of fine-tuning data sets, and of those of the paper by its rules
 (appendix "Dataset Curation for supervised tasks")."""
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -76,7 +75,7 @@ def _read_weights(row: dict[str, Any]) -> set[str]:
             raise Malformed(f"column `{name}` is a list, expected `{name}` in each message")
         if isinstance(value, bool) or (value in (0, 1) and name not in {"loss", *MASKS}):
             if bool(value) == (name in MASKS):
-                raise Dropped(f"`{name}` of the row is {json.dumps(value)}")
+                raise Dropped(f"`{name}` of the row is {str(value).lower()}")
             read.add(name)
     return read
 
