@@ -25,9 +25,11 @@ if ((attempt > max_restarts)); then
     exit 1
 fi
 
-# The ranks meet at the first node. A port per job, below those that Linux hands out by itself.
+# The ranks meet at the first node, at the address by which SLURM itself reaches it: no node's own host name matters.
+# A port per job, below those that Linux hands out by itself.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export RENDEZVOUS=$first_node:$((20000 + SLURM_JOB_ID % 12000))
+MASTER_ADDR=$(scontrol show node "$first_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+export MASTER_ADDR=${MASTER_ADDR:-$first_node} MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 # If SLURM does not know the GPUs of a node, set their number: RANKS_PER_NODE=8 sbatch ...
 export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 
@@ -40,29 +42,33 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 # Options for srun, such as a container's, from SRUN_OPTIONS or an array of this name in the .slurm file: docs/slurm.md.
 srun_options+=(${SRUN_OPTIONS-})
 
-# `vcore-ds COMMAND ARGUMENT...` once on each GPU of each node; "${srun_options[@]}" are added to srun's.
-# Single quotes: each node expands the variables itself. --node-rank would have no effect with a c10d rendezvous.
+# `on_every_node SECONDS COMMAND ARGUMENT...`: `vcore-ds COMMAND ARGUMENT...` once on each GPU of each node.
+# "${srun_options[@]}" are added to srun's. SECONDS after the end of the first node SLURM kills the others.
+# Single quotes: each node expands the variables itself. --node-rank: rank 0 is on the first node, whose log has the progress.
 # exec: signals must reach torchrun and the ranks; a bash process above them would be killed by them.
 # --export: some sites start steps with an empty environment. --cpu-bind: a step of one task may be bound to one core.
 # --kill-on-bad-exit: ranks that exit with 85 do so within seconds of each other, not at once.
-# --wait: seconds after the end of the first node until SLURM kills ranks that have not noticed it; long, because one node
-# may still write the last files of a run.
 on_every_node() {
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
+    local seconds=$1
+    shift
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait="$seconds" \
         "${srun_options[@]}" bash -c '
         exec python -m vcore_ds.distributed.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
             ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} \
-            --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID" \
+            --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
             -m vcore_ds.commands.cli "$@"' bash "$@"
 }
 
 echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE ranks a node; $(date)"
-on_every_node preflight "$recipe" "$@"
+# A node that cannot start Python, say, never comes, and the others would wait for it.
+on_every_node 60 preflight "$recipe" "$@"
 code=$?
+if ((code == 137)); then code=2; fi  # killed by SLURM, because another node has failed
 if ((code == 0)); then
     echo "training: tail -f $logs/$first_node.log, and a log for each other node"
     srun_options+=(--output="$logs/%N.log")
-    on_every_node train "$recipe" "$@"
+    # One node may still write the last files of a run.
+    on_every_node 1800 train "$recipe" "$@"
     code=$?
 fi
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tests.helpers.commands import (
     FINITE_DIFFERENCE_METRICS,
     METRICS,
+    REPOSITORY,
+    command_environment,
+    free_port,
     has_control_characters,
     read_metrics,
     run_command,
@@ -94,6 +98,28 @@ def test_a_thread_that_waits_in_torch_does_not_abort_a_process_that_ends() -> No
     """It waits for the GIL in C++, as gloo's threads may: with `sys.exit` the process ends by SIGABRT."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (85, "result\natexit\n"), done.stderr
+
+
+NOBODY = ("unshare", "--user", "--map-user=65534", "--map-group=65534")
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks"), [("GPU-8932f937,MIG-3", ["GPU-8932f937,MIG-3"] * 2), ("NoDevFiles", ["-1"])]
+)
+def test_the_launcher_of_the_scripts_takes_names_of_gpus(tmp_path: Path, devices: str, ranks: list[str]) -> None:
+    """Without rights to one folder of PATH, and without numactl."""
+    (tmp_path / "rank.py").write_text("import os; os.write(1, f'{os.environ[\"CUDA_VISIBLE_DEVICES\"]}\\n'.encode())")
+    (tmp_path / "locked").mkdir(mode=0)
+    as_nobody = NOBODY if os.geteuid() == 0 else ()
+    if as_nobody and subprocess.run([*as_nobody, "true"], capture_output=True).returncode != 0:
+        pytest.skip("A PATH WITHOUT PERMISSION IS NOT TESTED HERE: root may read it, and there are no user namespaces")
+    environment = command_environment() | {"CUDA_VISIBLE_DEVICES": devices, "DS_ACCELERATOR": "cpu"}
+    environment["PATH"] = f"{tmp_path}/locked:{environment['PATH']}"
+    del environment["LOCAL_SIZE"]  # in place of which DeepSpeed asks numactl
+    launcher = REPOSITORY / "vcore_ds" / "distributed" / "deepspeed_command.py"
+    words = [sys.executable, "-P", launcher, "--quiet", "--master_port", str(free_port()), tmp_path / "rank.py"]
+    done = subprocess.run([*as_nobody, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ranks), done.stderr
 
 
 @pytest.fixture(scope="module")

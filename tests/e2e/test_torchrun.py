@@ -79,14 +79,32 @@ def test_a_stop_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
     assert finish(job) == (85, "")
 
 
+def two_nodes(port: int) -> tuple[str, ...]:
+    return "--nnodes=2", "--nproc_per_node=1", "--master-addr=127.0.0.1", f"--master-port={port}"
+
+
+def test_a_stop_request_before_the_other_nodes_come_is_no_failure(tmp_path: Path):
+    """The launcher waits for them in C."""
+    port = free_port()
+    job = start(tmp_path, "", *two_nodes(port), "--node-rank=0")
+    wait_until(lambda: is_listened_on(port), f"server on port {port}")
+    job.rank(0).send_signal(signal.SIGUSR1)
+    assert finish(job) == (85, "")
+
+
+def test_a_node_that_the_others_do_not_come_to_says_so(tmp_path: Path):
+    code, output = finish(start(tmp_path, "", *two_nodes(free_port()), "--node-rank=0", "--rdzv-conf=timeout=1"))
+    assert code == 1 and "did not meet the other nodes at MASTER_ADDR 127.0.0.1" in output, output
+    assert "Traceback" not in output
+
+
 def test_nodes_that_end_seconds_apart_have_the_same_exit_code(tmp_path: Path):
     """The node that serves the rendezvous ends first."""
     port = free_port()
-    several = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
+    several = two_nodes(port)
     source = "time.sleep(4 * int(os.environ['RANK']))\nsys.exit(85)"
-    first = start(tmp_path, source, *several, "--local_addr=127.0.0.1")  # nodes are ranked by address
-    wait_until(lambda: is_listened_on(port), f"server on port {port}")
-    second = start(tmp_path, source, *several, "--local_addr=127.0.0.2")
+    first = start(tmp_path, source, *several, "--node-rank=0")
+    second = start(tmp_path, source, *several, "--node-rank=1")
     ended = finish(first), finish(second)
     assert [code for code, _ in ended] == [85, 85], ended
     assert not any("Traceback" in output for _, output in ended)

@@ -22,13 +22,11 @@ decompositions, which TorchScript compiles. pandas, which pyarrow imports when t
 datasets, which prepares raw data, 1.8 s, and scipy.stats, for tests that compute correlations, 0.25 s."""
 
 with lasting_imports():  # garbage collection would traverse all of it, here and at the start of every engine
-    import functools
     import importlib
 
     import deepspeed.ops
     import pytest  # noqa: F401
     import torch
-    from deepspeed.utils import numa
 
     import tests.helpers.megatron  # noqa: F401
     import vcore_ds.training.run  # noqa: F401
@@ -38,8 +36,6 @@ with lasting_imports():  # garbage collection would traverse all of it, here and
         importlib.import_module(name)
     if not uses_gpu():  # this would initialize CUDA, which does not survive a fork
         _ = deepspeed.ops.__compatible_ops__  # DeepSpeed compiles a program to compute it
-    # DeepSpeed starts `numactl` in every backward to count the CPU's memory nodes.
-    numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     # DeepSpeed formats an engine's arguments, with the values of all parameters, for a message that it does not print:
     # a tenth of the time of an engine and two steps.
     torch.nn.Parameter.__repr__ = object.__repr__

@@ -1,8 +1,8 @@
 """A SLURM cluster of two nodes on this machine: Debian's daemons, unchanged.
 
-Each node is a `slurmd` in separate namespaces, with its host name (n1, n2), address (in 127/8), /etc/hosts, processes
-and a disk. So names and addresses are as on a cluster, no setting of this machine is changed, and all processes of a
-node end with it.
+Each node is a `slurmd` in separate namespaces, with its host name (image-n1, image-n2), address (in 127/8), /etc/hosts,
+processes and a disk. So names and addresses are as on a cluster, no setting of this machine is changed, and all
+processes of a node end with it.
 """
 
 import os
@@ -62,7 +62,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 MUNGED = """exec munged --foreground --force --key-file={folder}/munge.key --socket={folder}/munge.socket \\
     --pid-file={folder}/munge.pid --log-file={folder}/munge.log --seed-file={folder}/munge.seed"""
 # The first process stays bash, which reaps orphans; the daemons would not.
-HOST = """hostname {name} && mount -t proc proc /proc && mount --bind {folder}/hosts /etc/hosts &&
+HOST = """hostname {host_name} && mount -t proc proc /proc && mount --bind {folder}/hosts /etc/hosts &&
     mount -t tmpfs -o size=256k tmpfs {folder}/node_disk || exit
 {daemons}
 wait"""
@@ -145,7 +145,9 @@ class Cluster:
             host.wait()
 
     def _start_host(self, name: str, daemons: str) -> None:
-        script = HOST.format(name=name, daemons=daemons, folder=self.folder)
+        # The nodes' own names are not SLURM's, and nobody knows them.
+        host_name = f"image-{name}" if name in NODES else name
+        script = HOST.format(host_name=host_name, daemons=daemons, folder=self.folder)
         self._start(name, [*NAMESPACES, "--kill-child", "bash", "-c", script])
 
     def _start(self, name: str, words: list[str]) -> None:

@@ -1,6 +1,9 @@
 """The shipped SLURM scripts on a real cluster of two nodes: requeues, a job array, unfit nodes."""
 
 import itertools
+import os
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +21,9 @@ from tests.helpers.commands import (
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import IS_SOAK, soak_only
 from tests.slurm.cluster import Cluster, find_missing_requirement
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
+from vcore_ds.distributed import process_group
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 32
@@ -215,6 +220,28 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
         "n2: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
     ):
         assert sum(line.strip().startswith(part) for line in problems) == 1, f"{part}\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        ("srun --nodes=2 --ntasks=2 --label", True),
+        ("srun --ntasks=1 --label", False),
+        ("salloc --quiet --nodes=2 --ntasks=2 srun --interactive --preserve-env --ntasks=1 --label", False),
+    ],
+)
+def test_tasks_without_a_launcher_are_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, line: str, is_refused: bool
+):
+    """Each would train alone, and write the same files. The last line is the shell that `salloc` opens on a node."""
+    environment = dict(re.findall(r"^0: (\w+)=(.*)", cluster.run(f"{line} env"), re.MULTILINE))
+    environment.pop("RANK", None)
+    assert environment["SLURM_NTASKS"] == ("1" if line.startswith("srun --ntasks=1") else "2")
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(process_group, "_variables_before", {})
+    with pytest.raises(UserError, match="^RANK: found none in one of 2 tasks") if is_refused else nullcontext():
+        process_group.set_variables_of_one_process()
+    assert ("RANK" in environment) != is_refused
 
 
 def test_deepspeed_trains_on_the_nodes_of_a_hostfile(cluster: Cluster, undisturbed: Undisturbed):

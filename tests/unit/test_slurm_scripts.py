@@ -1,6 +1,7 @@
 """The launch scripts where they end before SLURM, or a launcher, is needed. On a cluster: tests/slurm."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def submit(
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
     (folder / "launch_scripts").symlink_to(REPOSITORY / "launch_scripts")
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0"}
     variables = environment | job | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", script, *list_arguments(script)], cwd=folder, env=variables, capture_output=True, text=True,
@@ -117,12 +118,14 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
     steps = (tmp_path / "srun_lines").read_text().splitlines()
     steps = [line for line in steps if line.startswith("srun ")]
     assert len(steps) == 2 and ("--output=" in steps[0], "--output=" in steps[1]) == (False, True)
+    # A node that fails in the preflight ends the others within a minute.
+    assert [re.findall(r"--wait=(\d+)", step) for step in steps] == [["60"], ["1800"]]
     for step in steps:
         for option in ("--container-image=nvcr.io#nvidia/pytorch", "--container-mount-home", "--container-mounts="):
             assert step.index(option) < step.index("bash -c")
     preflight, train = (tmp_path / "python_lines").read_text().splitlines()
     for line, command in ((preflight, "preflight"), (train, "train")):
-        assert "--nproc-per-node=4 --numa-binding=node --rdzv-backend=c10d" in line
+        assert "--nproc-per-node=4 --numa-binding=node --node-rank=0 --master-addr=n1 --master-port=20007" in line
         assert line.endswith(f"-m vcore_ds.commands.cli {command} {RECIPES[script.stem]}")
         parsed = torchrun.parse_args(line.split()[2:])
         assert (parsed.nproc_per_node, parsed.numa_binding) == ("4", "node")

@@ -3,7 +3,6 @@
 import argparse
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.common.errors import UserError, first_line
@@ -22,6 +21,7 @@ from vcore_ds.common.paths import can_be_hub_id, is_readable
 from vcore_ds.common.text import GIB, gib
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.distributed.network import GLOO_INTERFACE, node_name
 
 HELP = "check that all nodes are ready for a run"
 DESCRIPTION = (
@@ -37,6 +37,8 @@ NUM_TIMED = 5  # after an untimed one that builds connections and handles
 SLOW_SHARE = 0.8  # of the median speed of all GPUs, below which one is named: all ranks wait for the slowest
 
 add_arguments = add_recipe
+
+Result = TypeVar("Result")
 
 
 class Node(NamedTuple):
@@ -60,14 +62,15 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.distributed.process_group import join_process_group, set_variables_of_one_process
 
     set_variables_of_one_process()
-    try:
-        join_process_group("gloo", timedelta(seconds=MEET_SECONDS))
-    except RuntimeError as error:
-        raise UserError(
-            f"preflight: {socket.gethostname()}: found {first_line(error)!r}, expected all ranks to reach each other "
-            "over TCP (not through 127.0.0.1). Set GLOO_SOCKET_IFNAME to the interface of the network between the "
-            "nodes (`ip -br address`)"
-        ) from None
+    do_in_time(
+        lambda: join_process_group("gloo", timedelta(seconds=MEET_SECONDS)),
+        "no meeting of all ranks",
+        lambda: (
+            "all ranks to reach each other over TCP, here through the interface "
+            f"{os.environ.get(GLOO_INTERFACE, 'of the host name')}. Open all ports between the nodes, or set "
+            f"{GLOO_INTERFACE} to the interface of a network between them (`ip -br address`)"
+        ),
+    )
     try:
         time_ranks(has_gpus=compare_nodes(recipe))
     finally:
@@ -78,7 +81,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def compare_nodes(recipe: Recipe) -> bool:
     """Print what the nodes have; return whether they have GPUs. Raises UserError for problems, as `main`."""
-    host, output = socket.gethostname(), Path(recipe.run.output_dir).absolute()
+    host, output = node_name(), Path(recipe.run.output_dir).absolute()
     folder = next(parent for parent in (output, *output.parents) if parent.is_dir())
     mark = gather(make_mark(folder) if _is_first() else None)[0]
     num_ranks = gather(host).count(host)
@@ -97,11 +100,18 @@ KIND = "kind of GPU"
 
 
 def gather(value: Any) -> list[Any]:
-    """All-gather `value` through host memory. A collective."""
+    """All-gather `value` through host memory. A collective. Raises UserError where another rank has ended, or does not
+    come in `MEET_SECONDS`."""
     import torch.distributed as dist
 
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    try:
+        dist.all_gather_object(gathered, value)
+    except RuntimeError as error:
+        raise UserError(
+            f"preflight: {node_name()}: found {first_line(error)!r}, expected a report of each node. Look at the "
+            "messages of the other nodes"
+        ) from None
     return gathered
 
 
@@ -156,7 +166,7 @@ def inspect(recipe: Recipe, mark: Path, num_ranks: int) -> Node:
         if (free := shutil.disk_usage(folder).free) < num_bytes
     ]
     return Node(
-        socket.gethostname(),
+        node_name(),
         {
             "python": environment["python"],
             **environment["packages"],
@@ -247,24 +257,15 @@ def time_ranks(has_gpus: bool) -> None:
     """Time a matrix multiplication on each rank and an all-reduce over all; rank 0 prints. Ends all ranks where the
     all-reduce fails, or a GPU is slow."""
     size, num_bytes = (8192, 256 * 2**20) if has_gpus else (512, 16 * 2**20)
-    host = socket.gethostname()
-    # In a thread: building a communicator blocks in C, beyond the reach of torch's timeouts, and NCCL hangs without an
-    # error on a network that drops its packets.
-    measuring = ThreadPoolExecutor(1).submit(_measure, size, num_bytes, has_gpus)
-    try:
-        matmul_seconds, seconds = measuring.result(MEET_SECONDS)
-    except (TimeoutError, RuntimeError) as error:
-        hangs = not measuring.done()
-        found = f"no all-reduce of {num_bytes} bytes in {MEET_SECONDS:g} s" if hangs else first_line(error)
-        print(
-            f"vcore-ds: preflight: {host}: rank {os.environ['RANK']}: found {found}, expected the sum within a second. "
-            "Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, NCCL_IB_HCA to the InfiniBand "
-            "adapters; NCCL_DEBUG=INFO shows what NCCL chose",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(UserError.EXIT_CODE)  # a normal exit would wait for the thread that hangs
-    speeds = gather((host, 2 * size**3 / matmul_seconds / 1e12))
+    matmul_seconds, seconds = do_in_time(
+        lambda: _measure(size, num_bytes, has_gpus),
+        f"no all-reduce of {num_bytes} bytes",
+        lambda: (
+            "the sum within a second. Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, "
+            "NCCL_IB_HCA to the InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose"
+        ),
+    )
+    speeds = gather((node_name(), 2 * size**3 / matmul_seconds / 1e12))
     if os.environ["RANK"] == "0":
         # The bus bandwidth of nccl-tests, which does not depend on the number of ranks.
         bandwidth = 2 * (1 - 1 / len(speeds)) * num_bytes / seconds
@@ -276,6 +277,23 @@ def time_ranks(has_gpus: bool) -> None:
             flush=True,
         )
     _refuse("a GPU is slower than the others", find_slow_gpus(speeds) if has_gpus else [])
+
+
+def do_in_time(work: Callable[[], Result], missing: str, expect: Callable[[], str]) -> Result:
+    """Return `work()`. If it raises RuntimeError or takes longer than `MEET_SECONDS`, print what is `missing` and what
+    is expected, and end the process. In a thread: forming a group blocks in C, beyond the reach of torch's timeouts.
+    gloo goes on for minutes after its own, and NCCL hangs on a network that drops its packets."""
+    working = ThreadPoolExecutor(1).submit(work)
+    try:
+        return working.result(MEET_SECONDS)
+    except (TimeoutError, RuntimeError) as error:
+        found = first_line(error) if working.done() else f"{missing} in {MEET_SECONDS:g} s"
+        print(
+            f"vcore-ds: preflight: {node_name()}: rank {os.environ['RANK']}: found {found}, expected {expect()}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(UserError.EXIT_CODE)  # a normal exit would wait for the thread that hangs
 
 
 def _measure(size: int, num_bytes: int, on_gpu: bool) -> tuple[float, float]:

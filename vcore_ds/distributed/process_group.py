@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import socket
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from vcore_ds.common.errors import RunFailed, UserError, first_line
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import local_rank, num_local_ranks, use_local_compile_caches, uses_gpu
+from vcore_ds.distributed.network import choose_gloo_interface, node_name
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
             join_process_group("nccl" if uses_gpu() else "gloo", timedelta(minutes=timeout_minutes))
         except RuntimeError as error:
             raise RunFailed(
-                f"rank {os.environ['RANK']} (host {socket.gethostname()}) did not meet the other ranks at MASTER_ADDR "
+                f"rank {os.environ['RANK']} (node {node_name()}) did not meet the other ranks at MASTER_ADDR "
                 f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')}: {first_line(error)}. "
                 "`vcore-ds preflight RECIPE`, started in the same way, checks the network"
             ) from None
@@ -94,9 +94,21 @@ def share_cores_among_ranks() -> None:
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 
 
+NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which srun and mpirun tell a process how many they have started."""
+
+
 def set_variables_of_one_process() -> None:
-    """Set the environment variables of a launcher where there is none, until `end_process_group`."""
+    """Set the environment variables of a launcher where there is none, until `end_process_group`. Raises UserError for
+    one of several tasks of srun or mpirun, each of which would compute alone and write the same files."""
     if "RANK" not in os.environ:
+        started = next((name for name in NUM_TASKS if int(os.environ.get(name, 1)) > 1), None)
+        if started is not None and "SLURM_PTY_PORT" not in os.environ:  # not in a shell by `srun --pty`
+            raise UserError(
+                f"RANK: found none in one of {os.environ[started]} tasks ({started}), expected a launcher's: `sbatch "
+                "launch_scripts/train.slurm RECIPE`, or torchrun as the only task of each node. For tasks that are to "
+                "run alone, set RANK=0 WORLD_SIZE=1 LOCAL_RANK=0"
+            )
         _variables_before.update({name: os.environ.get(name) for name in ALONE})
         os.environ |= ALONE
 
@@ -110,6 +122,7 @@ def join_process_group(backend: str, timeout: timedelta) -> None:
         # A group that joined without a prefix would read the keys of this job's earlier groups.
         store = dist.PrefixStore(f"vcore_ds/{next(_group_numbers)}", _connect_to_launcher_store(timeout))
         store.set_timeout(timeout)
+        choose_gloo_interface(store, num_local_ranks())
     dist.init_process_group(backend, timeout=timeout, store=store, rank=int(os.environ["RANK"]), world_size=num_ranks)
 
 

@@ -8,22 +8,24 @@ to the ranks, which finish their step, save and exit.
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
+from threading import Thread
 
 import psutil
 
-from vcore_ds.common.errors import EXIT_STOPPED, UserError
+from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, UserError, first_line
+from vcore_ds.distributed.network import node_name
 
-# Read by torch on import. At the end of every multi-node run, the node that hosts the rendezvous leaves first, and the
+# Read by torch on import. At the end of every multi-node run, the node that hosts the store leaves first, and the
 # others would print a C++ stack trace about it. Real errors are also raised in Python.
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _is_chosen = LOG_LEVEL in os.environ
 os.environ.setdefault(LOG_LEVEL, "ERROR")
-from torch.distributed import DistNetworkError, run  # noqa: E402
+from torch.distributed import DistNetworkError, DistStoreError, run  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
 if not _is_chosen:
@@ -40,31 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = run.parse_args(arguments)
     parsed.signals_to_handle = "SIGHUP,SIGQUIT"  # for these torchrun still kills the ranks
     received: list[int] = []
-
-    def forward_signal(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        ranks = psutil.Process().children()
-        if not ranks:
-            sys.exit(EXIT_STOPPED)  # still waiting for the other nodes, so there is nothing to save
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(number)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, forward_signal)
+    forward_stop_signals(received)
     # "failed (exitcode: 85)" is no error, and the table printed below describes real ones.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
         lambda record: not str(record.msg).startswith("failed (exitcode")
     )
     try:
         run.run(parsed)
-    except DistNetworkError as error:
+    except (DistNetworkError, DistStoreError) as error:
         from vcore_ds.distributed.process_group import explain_taken_port  # imports most of torch
 
-        if (problem := explain_taken_port(error)) is None:
-            raise
-        print(f"vcore-ds: {problem}", file=sys.stderr, flush=True)
-        return UserError.EXIT_CODE
+        if isinstance(error, DistNetworkError) and (problem := explain_taken_port(error)) is not None:
+            print(f"vcore-ds: {problem}", file=sys.stderr, flush=True)
+            return UserError.EXIT_CODE
+        print(
+            f"vcore-ds: {node_name()} did not meet the other nodes at MASTER_ADDR {parsed.master_addr}, MASTER_PORT "
+            f"{parsed.master_port}: {first_line(error)}. Look at the messages of the other nodes",
+            file=sys.stderr,
+            flush=True,
+        )
+        return RunFailed.EXIT_CODE
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode  # the other ranks were ended because of it
         stopped_early = -code in received  # before the rank had a signal handler, so there was nothing to save
@@ -77,6 +74,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(SECONDS_FOR_OTHER_NODES)
         return EXIT_STOPPED if stopped_early else code
     return 0
+
+
+def forward_stop_signals(received: list[int]) -> None:
+    """Send stop signals on to the ranks and append their numbers to `received`. In a thread, because a handler would
+    not run while torchrun waits for other nodes in C."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.fileno())
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)  # the number of a signal without a handler is not written
+
+    def forward() -> None:
+        with reading, writing:
+            while True:
+                (number,) = reading.recv(1)
+                if number not in STOP_SIGNALS:
+                    continue
+                received.append(number)
+                ranks = psutil.Process().children()
+                if not ranks:
+                    os._exit(EXIT_STOPPED)  # still waiting for the other nodes, so there is nothing to save
+                for rank in ranks:
+                    with suppress(psutil.NoSuchProcess):
+                        rank.send_signal(number)
+
+    Thread(target=forward, daemon=True).start()
 
 
 if __name__ == "__main__":

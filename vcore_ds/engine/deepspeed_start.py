@@ -7,7 +7,7 @@ import logging
 import os
 from types import SimpleNamespace
 
-from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 
 if not uses_gpu():
     # deepspeed reads it when it is imported.
@@ -50,6 +50,8 @@ def start_deepspeed() -> None:
     if get_accelerator().device_name() == "cpu":
         # It would be compiled for minutes at first use, and is for inference only.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Counted in every backward, by a program (numactl), which fails where PATH has a folder without permission.
+        get_accelerator().device_count = num_local_ranks
     AllGatherCoalescedHandle.wait = copy_gathered_parameters
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 

@@ -264,7 +264,7 @@ def submit(sweep: SweepFolder, options: Sequence[str]) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the jobs run this installation
     try:
         done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # the latter where PATH has a folder without permission
         raise UserError("--slurm: found no sbatch on this machine; expected a login node of a SLURM cluster") from None
     if done.returncode != 0:
         raise UserError(f"--slurm: {shlex.join(command)}: {done.stderr.strip()}")
