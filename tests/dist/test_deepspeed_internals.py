@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.utils import (
+    numa,
     safe_get_local_fp32_param,
     z3_leaf_module,
 )
@@ -123,6 +124,13 @@ def muons_functions_are_not_compiled(e: Engine) -> bool:
     return is_compiled(torch.compile(compute_loss)) and not any(is_compiled(function) for function in functions)
 
 
+def a_backward_starts_no_program_to_count_devices(e: Engine) -> bool:
+    """numactl is a PermissionError where PATH has a folder without permission."""
+    numa.get_numa_cores = None
+    accumulate(e)
+    return True
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     the_shard_is_the_cast_of_the_master,
     a_changed_shard_is_read_only_after_the_cache_is_emptied,
@@ -131,6 +139,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     a_shard_is_a_chunk_of_the_flat_parameter,
     groups_have_the_recipes_timeout,
     muons_functions_are_not_compiled,
+    a_backward_starts_no_program_to_count_devices,
 ]
 
 
