@@ -19,7 +19,7 @@ if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
 fi
-exec python -P "$repository/vcore_ds/distributed/deepspeed_command.py" --quiet --master_port "$port" "${ranks[@]}" \
+exec python -P "$repository/launch_scripts/deepspeed_command.py" --quiet --master_port "$port" "${ranks[@]}" \
     "$repository/launch_scripts/quickstart.sh" "$@"
 '''
 import os

@@ -13,7 +13,7 @@ repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PATH="$repository/.venv/bin:$PATH"
 export PYTHONSAFEPATH=1  # the working folder may hold a queue.py
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
-exec python -P "$repository/vcore_ds/distributed/deepspeed_command.py" --quiet --master_port "$port" \
+exec python -P "$repository/launch_scripts/deepspeed_command.py" --quiet --master_port "$port" \
     "$repository/launch_scripts/train_32b.sh" "$@"
 '''
 import os

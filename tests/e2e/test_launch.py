@@ -104,7 +104,7 @@ NOBODY = ("unshare", "--user", "--map-user=65534", "--map-group=65534")
 
 
 @pytest.mark.parametrize(
-    ("devices", "ranks"), [("GPU-8932f937,MIG-3", ["GPU-8932f937,MIG-3"] * 2), ("NoDevFiles", ["-1"])]
+    ("devices", "ranks"), [("GPU-8932f937,MIG-3", ["GPU-8932f937,MIG-3"] * 2), ("NoDevFiles", ["NoDevFiles"])]
 )
 def test_the_launcher_of_the_scripts_takes_names_of_gpus(tmp_path: Path, devices: str, ranks: list[str]) -> None:
     """Without rights to one folder of PATH, and without numactl."""
@@ -116,7 +116,7 @@ def test_the_launcher_of_the_scripts_takes_names_of_gpus(tmp_path: Path, devices
     environment = command_environment() | {"CUDA_VISIBLE_DEVICES": devices, "DS_ACCELERATOR": "cpu"}
     environment["PATH"] = f"{tmp_path}/locked:{environment['PATH']}"
     del environment["LOCAL_SIZE"]  # in place of which DeepSpeed asks numactl
-    launcher = REPOSITORY / "vcore_ds" / "distributed" / "deepspeed_command.py"
+    launcher = REPOSITORY / "launch_scripts" / "deepspeed_command.py"
     words = [sys.executable, "-P", launcher, "--quiet", "--master_port", str(free_port()), tmp_path / "rank.py"]
     done = subprocess.run([*as_nobody, *words], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout.splitlines()) == (0, ranks), done.stderr

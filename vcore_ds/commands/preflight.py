@@ -21,7 +21,7 @@ from vcore_ds.common.paths import can_be_hub_id, is_readable
 from vcore_ds.common.text import GIB, gib
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.distributed.network import GLOO_INTERFACE, node_name
+from vcore_ds.distributed.network import node_name
 
 HELP = "check that all nodes are ready for a run"
 DESCRIPTION = (
@@ -65,11 +65,8 @@ def main(arguments: argparse.Namespace) -> None:
     do_in_time(
         lambda: join_process_group("gloo", timedelta(seconds=MEET_SECONDS)),
         "no meeting of all ranks",
-        lambda: (
-            "all ranks to reach each other over TCP, here through the interface "
-            f"{os.environ.get(GLOO_INTERFACE, 'of the host name')}. Open all ports between the nodes, or set "
-            f"{GLOO_INTERFACE} to the interface of a network between them (`ip -br address`)"
-        ),
+        "all ranks to reach each other over TCP. Open all ports between the nodes, or set GLOO_SOCKET_IFNAME to the "
+        "interface of a network between them (`ip -br address`)",
     )
     try:
         time_ranks(has_gpus=compare_nodes(recipe))
@@ -279,20 +276,16 @@ def time_ranks(has_gpus: bool) -> None:
     _refuse("a GPU is slower than the others", find_slow_gpus(speeds) if has_gpus else [])
 
 
-def do_in_time(work: Callable[[], Result], missing: str, expect: Callable[[], str]) -> Result:
-    """Return `work()`. If it raises RuntimeError or takes longer than `MEET_SECONDS`, print what is `missing` and what
-    is expected, and end the process. In a thread: forming a group blocks in C, beyond the reach of torch's timeouts.
-    gloo goes on for minutes after its own, and NCCL hangs on a network that drops its packets."""
+def do_in_time(work: Callable[[], Result], missing: str, expected: str) -> Result:
+    """Return `work()`, or print a message and end the process if it fails or takes `MEET_SECONDS`. In a thread: forming
+    a group blocks in C. gloo goes on for minutes after its timeout, NCCL hangs where a network drops its packets."""
     working = ThreadPoolExecutor(1).submit(work)
     try:
         return working.result(MEET_SECONDS)
     except (TimeoutError, RuntimeError) as error:
         found = first_line(error) if working.done() else f"{missing} in {MEET_SECONDS:g} s"
-        print(
-            f"vcore-ds: preflight: {node_name()}: rank {os.environ['RANK']}: found {found}, expected {expect()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        message = f"{node_name()}: rank {os.environ['RANK']}: found {found}, expected {expected}"
+        print(f"vcore-ds: preflight: {message}", file=sys.stderr, flush=True)
         os._exit(UserError.EXIT_CODE)  # a normal exit would wait for the thread that hangs
 
 

@@ -94,20 +94,18 @@ def share_cores_among_ranks() -> None:
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 
 
-NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables in which srun and mpirun tell a process how many they have started."""
+NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
 
 
 def set_variables_of_one_process() -> None:
     """Set the environment variables of a launcher where there is none, until `end_process_group`. Raises UserError for
     one of several tasks of srun or mpirun, each of which would compute alone and write the same files."""
     if "RANK" not in os.environ:
-        started = next((name for name in NUM_TASKS if int(os.environ.get(name, 1)) > 1), None)
-        if started is not None and "SLURM_PTY_PORT" not in os.environ:  # not in a shell by `srun --pty`
+        num_tasks = max(int(os.environ.get(name, 1)) for name in NUM_TASKS)
+        if num_tasks > 1 and "SLURM_PTY_PORT" not in os.environ:  # not in a shell by `srun --pty`
             raise UserError(
-                f"RANK: found none in one of {os.environ[started]} tasks ({started}), expected a launcher's: `sbatch "
-                "launch_scripts/train.slurm RECIPE`, or torchrun as the only task of each node. For tasks that are to "
-                "run alone, set RANK=0 WORLD_SIZE=1 LOCAL_RANK=0"
+                f"RANK: found none in one of {num_tasks} tasks, expected a launcher's: `sbatch train.slurm "
+                "RECIPE`, or one torchrun a node. For separate runs set RANK=0 WORLD_SIZE=1 LOCAL_RANK=0"
             )
         _variables_before.update({name: os.environ.get(name) for name in ALONE})
         os.environ |= ALONE

@@ -17,15 +17,14 @@ from threading import Thread
 
 import psutil
 
-from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, UserError, first_line
-from vcore_ds.distributed.network import node_name
+from vcore_ds.common.errors import EXIT_STOPPED, UserError
 
 # Read by torch on import. At the end of every multi-node run, the node that hosts the store leaves first, and the
 # others would print a C++ stack trace about it. Real errors are also raised in Python.
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _is_chosen = LOG_LEVEL in os.environ
 os.environ.setdefault(LOG_LEVEL, "ERROR")
-from torch.distributed import DistNetworkError, DistStoreError, run  # noqa: E402
+from torch.distributed import DistNetworkError, run  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
 if not _is_chosen:
@@ -49,19 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         run.run(parsed)
-    except (DistNetworkError, DistStoreError) as error:
+    except DistNetworkError as error:
         from vcore_ds.distributed.process_group import explain_taken_port  # imports most of torch
 
-        if isinstance(error, DistNetworkError) and (problem := explain_taken_port(error)) is not None:
-            print(f"vcore-ds: {problem}", file=sys.stderr, flush=True)
-            return UserError.EXIT_CODE
-        print(
-            f"vcore-ds: {node_name()} did not meet the other nodes at MASTER_ADDR {parsed.master_addr}, MASTER_PORT "
-            f"{parsed.master_port}: {first_line(error)}. Look at the messages of the other nodes",
-            file=sys.stderr,
-            flush=True,
-        )
-        return RunFailed.EXIT_CODE
+        if (problem := explain_taken_port(error)) is None:
+            raise
+        print(f"vcore-ds: {problem}", file=sys.stderr, flush=True)
+        return UserError.EXIT_CODE
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode  # the other ranks were ended because of it
         stopped_early = -code in received  # before the rank had a signal handler, so there was nothing to save
@@ -88,16 +81,13 @@ def forward_stop_signals(received: list[int]) -> None:
     def forward() -> None:
         with reading, writing:
             while True:
-                (number,) = reading.recv(1)
-                if number not in STOP_SIGNALS:
-                    continue
-                received.append(number)
-                ranks = psutil.Process().children()
-                if not ranks:
-                    os._exit(EXIT_STOPPED)  # still waiting for the other nodes, so there is nothing to save
-                for rank in ranks:
-                    with suppress(psutil.NoSuchProcess):
-                        rank.send_signal(number)
+                if (number := reading.recv(1)[0]) in STOP_SIGNALS:
+                    received.append(number)
+                    if not (ranks := psutil.Process().children()):
+                        os._exit(EXIT_STOPPED)  # still waiting for the other nodes, so there is nothing to save
+                    for rank in ranks:
+                        with suppress(psutil.NoSuchProcess):
+                            rank.send_signal(number)
 
     Thread(target=forward, daemon=True).start()
 
