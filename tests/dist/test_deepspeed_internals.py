@@ -8,11 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
-from deepspeed.utils import (
-    numa,
-    safe_get_local_fp32_param,
-    z3_leaf_module,
-)
+from deepspeed.utils import numa, safe_get_local_fp32_param, z3_leaf_module
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks

@@ -42,10 +42,7 @@ BF16 = {"model": {"path": "none", "precision": "bf16"}}
 ADAM = {"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-3}
 VARIANCE = {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}
 BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
-IW_SFT = {
-    "method": {"name": "iw_sft"},
-    "data": {"train_path": "none", "reference_log_probabilities": "none"},
-}
+IW_SFT = {"method": {"name": "iw_sft"}, "data": {"train_path": "none", "reference_log_probabilities": "none"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
     "iw_sft, sequence-parallel": Case(sequence_parallel=(2, 2), sections=make_sections(**IW_SFT)),
@@ -98,12 +95,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 ARCHITECTURES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
     "Qwen3": (Qwen3Config(**SIZES, head_dim=16), {}),
     "Qwen3, checkpoints in host memory": (
@@ -120,10 +112,7 @@ ARCHITECTURES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
 }
 
 
-EXCHANGED: dict[str, dict[str, bool]] = {
-    "exchanged": {},
-    "exchanged_checkpointed": {"checkpointing": True},
-}
+EXCHANGED: dict[str, dict[str, bool]] = {"exchanged": {}, "exchanged_checkpointed": {"checkpointing": True}}
 
 
 @dataclass

@@ -40,11 +40,7 @@ def layouts(made: list[TokenizedSequence]) -> dict[str, list[Batch]]:
 SECTIONS = {
     "sft": {"method": {"name": "sft", "normalization": "token"}},
     "jvp": {"method": {"kl_budget": 0.2}},
-    "jvp, adam, lora": {
-        "method": {"kl_budget": 0.2},
-        "probe": {"direction": "adam"},
-        "lora": {"rank": 4, "alpha": 8},
-    },
+    "jvp, adam, lora": {"method": {"kl_budget": 0.2}, "probe": {"direction": "adam"}, "lora": {"rank": 4, "alpha": 8}},
     "finite difference": {
         "method": {"kl_budget": 0.2, "alpha": "variance"},
         "utility": {"estimator": "finite_difference", "epsilon": 5.0},

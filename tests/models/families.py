@@ -83,9 +83,7 @@ _SHARED = ["linear_attention", "linear_attention", "hybrid", "hybrid"]
 
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32},

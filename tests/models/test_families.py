@@ -19,12 +19,7 @@ WITHOUT_RULES = {
     "cpmant": "this architecture does not isolate sequences",
     "hrm_text": "a decoder layer runs ",
     "rwkv": "the architecture's own code fails",
-} | soak(
-    {
-        "xlstm": "the architecture's own code fails",
-        "marian": "the architecture's own code fails",
-    }
-)
+} | soak({"xlstm": "the architecture's own code fails", "marian": "the architecture's own code fails"})
 """Types that no rule covers, and the message at the start of a run."""
 HYBRIDS = ("qwen3_next, tied", "granitemoehybrid, untied", *(("qwen3_5_text", "lfm2, untied") if IS_SOAK else ()))
 

@@ -158,12 +158,7 @@ class Cluster:
             )
 
     def run(
-        self,
-        line: str,
-        cwd: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        *,
-        check: bool = True,
+        self, line: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None, *, check: bool = True
     ) -> str:
         """Run a command as on a login node; returns what it prints."""
         done = subprocess.run(

@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive
-from vcore_ds.commands.plan.prediction import (
-    RunPlan,
-    find_model,
-    find_smallest_cluster,
-    plan_run,
-    require_gpu,
-)
+from vcore_ds.commands.plan.prediction import RunPlan, find_model, find_smallest_cluster, plan_run, require_gpu
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import Progress, align_columns, gib
 from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES, load_recipe

@@ -29,12 +29,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import find_tensor_axis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned, unpadded_shard
-from vcore_ds.models.causal_lm import (
-    load_causal_lm,
-    prepare_for_training,
-    read_training_config,
-    refuse_failing_code,
-)
+from vcore_ds.models.causal_lm import load_causal_lm, prepare_for_training, read_training_config, refuse_failing_code
 from vcore_ds.models.description import find_auto_class, resolve_attention
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
 from vcore_ds.models.megatron.weight_slices import weight_slices

@@ -25,13 +25,7 @@ from transformers import AttentionInterface
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import to_device
-from vcore_ds.models.attention_kernels import (
-    SUPPORTS_GQA,
-    CpuFlash,
-    CudaFlash,
-    explicit_attention,
-    flash_attention,
-)
+from vcore_ds.models.attention_kernels import SUPPORTS_GQA, CpuFlash, CudaFlash, explicit_attention, flash_attention
 from vcore_ds.models.block_attention import block_attention, block_attention_tangent
 from vcore_ds.models.dual_tensors import make_dual, make_dual_if_any
 from vcore_ds.models.sequence_exchange import heads_to_tokens, take_local_heads, tokens_to_heads

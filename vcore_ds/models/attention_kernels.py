@@ -240,13 +240,7 @@ def explicit_attention(
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
     """Attention of one band of t queries to s keys, `[b, A, t, D]`; `mask [t, s]` is True for hidden keys."""
     num_kv_heads, num_keys = key.shape[1:3]

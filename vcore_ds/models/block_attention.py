@@ -113,11 +113,7 @@ def block_attention_tangent(
 
 
 def _write_sequence_tangent(
-    d_output: Tensor,
-    blocks: "_Blocks",
-    output: Tensor,
-    log_sum_exp: Tensor,
-    sinks: tuple[Tensor | None, Tensor | None],
+    d_output: Tensor, blocks: "_Blocks", output: Tensor, log_sum_exp: Tensor, sinks: tuple[Tensor | None, Tensor | None]
 ) -> None:
     sink, d_sink = sinks
     for queries in blocks.iter_query_blocks():

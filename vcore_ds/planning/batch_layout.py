@@ -192,12 +192,7 @@ def padded_length(num_tokens: int, sequence_parallel: int) -> int:
 
 
 def pack_batch(
-    lengths: Sequence[int],
-    *,
-    num_groups: int,
-    pack_tokens: int,
-    work: Callable[[int], float],
-    micro_step_cost: float,
+    lengths: Sequence[int], *, num_groups: int, pack_tokens: int, work: Callable[[int], float], micro_step_cost: float
 ) -> list[list[list[int]]]:
     """Pack a global batch, whose sequence i has `lengths[i]` tokens, into micro-steps of one pack per group.
 

@@ -7,12 +7,7 @@ from typing import Literal
 
 from vcore_ds.common.text import count
 from vcore_ds.config.problems import RecipeError
-from vcore_ds.planning.batch_layout import (
-    BatchLayout,
-    MicroBatchLimit,
-    lay_out_batch,
-    list_sequence_parallel_sizes,
-)
+from vcore_ds.planning.batch_layout import BatchLayout, MicroBatchLimit, lay_out_batch, list_sequence_parallel_sizes
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import H100, TimeModel
@@ -204,12 +199,7 @@ class BatchPlan:
 
 
 def plan_batch(
-    settings: PlanSettings,
-    num_ranks: int,
-    shape: ModelShape,
-    *,
-    ranks_per_node: int = 8,
-    machine: Machine = H100,
+    settings: PlanSettings, num_ranks: int, shape: ModelShape, *, ranks_per_node: int = 8, machine: Machine = H100
 ) -> BatchPlan:
     """Plan a recipe's batches on `num_ranks` ranks, a tensor-parallel group as one: its ranks share their sequences.
 

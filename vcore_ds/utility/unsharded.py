@@ -51,10 +51,7 @@ class UnshardedEngine(Engine):
     shards: UnshardedVectors
 
     def __init__(
-        self,
-        model: TokenLossModel,
-        optimizer: Optimizer | None = None,
-        average: Callable[[Tensor], None] | None = None,
+        self, model: TokenLossModel, optimizer: Optimizer | None = None, average: Callable[[Tensor], None] | None = None
     ):
         """`model`: in evaluation mode, without dropout. `optimizer`: of the trainer. `average`: averages a gradient
         over replicas of the model, in place."""

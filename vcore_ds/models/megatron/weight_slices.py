@@ -49,10 +49,7 @@ class WeightSlice(NamedTuple):
             yield weight_start + left - row_start, left - start, right - left
 
 
-COLUMN_LAYERS = {
-    "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
-    "mlp.gate_up": ("gate_proj", "up_proj"),
-}
+COLUMN_LAYERS = {"self_attn.qkv": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up": ("gate_proj", "up_proj")}
 """Column-parallel layers, by the name of their `ColumnLinears`."""
 
 
