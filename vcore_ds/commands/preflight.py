@@ -257,10 +257,8 @@ def time_ranks(has_gpus: bool) -> None:
     matmul_seconds, seconds = do_in_time(
         lambda: _measure(size, num_bytes, has_gpus),
         f"no all-reduce of {num_bytes} bytes",
-        lambda: (
-            "the sum within a second. Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, "
-            "NCCL_IB_HCA to the InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose"
-        ),
+        "the sum within a second. Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, "
+        "NCCL_IB_HCA to the InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose",
     )
     speeds = gather((node_name(), 2 * size**3 / matmul_seconds / 1e12))
     if os.environ["RANK"] == "0":
