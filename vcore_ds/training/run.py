@@ -196,7 +196,7 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> O
             console.say(f"{folder} holds this run without a checkpoint: it begins at its first step")
 
     mark("reading data", is_loading=True)
-    adapter = recipe.lora and recipe.lora.adapter
+    adapter = recipe.lora.adapter if recipe.lora else None
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), adapter)
     feed, validation = read_data(recipe, plan, reader)
     learning_rate, per_step = recipe.optimizer.learning_rate, feed.main_order.batch_size

@@ -157,7 +157,7 @@ def _measure(
     ds_config = deepspeed_config(plan_settings, plan)
     ds_config["zero_optimization"]["memory_efficient_linear"] = False  # its linear layers have no JVP
     method, probe, seed = recipe.method, recipe.probe, recipe.run.seed
-    adapter = recipe.lora and recipe.lora.adapter
+    adapter = recipe.lora.adapter if recipe.lora else None
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), adapter)
     dataset = reader.read_training_data(method, seed)
     probe_path = recipe.data.probe_path

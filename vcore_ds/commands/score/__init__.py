@@ -137,7 +137,7 @@ def read_inputs(
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
     scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
-    adapter = recipe.lora and recipe.lora.adapter
+    adapter = recipe.lora.adapter if recipe.lora else None
     return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, all_tokens, adapter)
 
 
