@@ -1,5 +1,6 @@
 """Runs that start and fail: utilities that are noise, losses and gradients that are not finite."""
 
+import json
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import UserError, is_out_of_memory
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
@@ -53,7 +54,7 @@ def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, 
     assert (tmp_path / "output" / "model" / "model.safetensors").is_file()
 
 
-def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
+def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The embedding of a character that only one sequence contains is NaN; the sequence comes in the second step."""
     main_order, probe_stream = MainOrder([12], 4, 42), RandomDraws([12], 2, 42, Stream.PROBE)
     probed = {i for k in range(2) for i in probe_stream.step(k)}
@@ -77,6 +78,40 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     assert "Traceback" not in job.output
     assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
     assert not (tmp_path / "output" / "model").exists()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "output"), "--text"]) == 0
+    warnings, _, results = capsys.readouterr().out.partition("What was learnt")
+    assert "the last attempt ended in step 2: step 2: the loss is not finite" in warnings and "warning:" not in results
+
+
+EXHAUSTING = """
+import os
+
+import torch
+
+
+def exhaust(losses):
+    if os.environ["RANK"] == "1" and len(losses) != 6:  # not when it is tried at the start
+        torch.empty(2**60, dtype=torch.uint8)
+    return torch.ones_like(losses)
+"""
+
+
+def test_a_rank_that_is_out_of_memory_names_what_needs_less(setup: TinySetup, tmp_path: Path):
+    (tmp_path / "exhaust.py").write_text(EXHAUSTING)
+    changes = ["methods/custom.yaml", f"method.function={tmp_path}/exhaust.py:exhaust", "method.options={}"]
+    changes += ["batch.pack_tokens_per_rank=2048", "data.cutoff_length=256", "model.gradient_checkpointing=false"]
+    overrides = setup.overrides(tmp_path / "output", *changes)
+    with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log", num_ranks=2) as job:
+        assert job.wait() == 1, job.output
+    assert re.search(r"\nvcore-ds: rank 1 .*: step 1, main: out of memory: .*can't allocate memory", job.output)
+    advice = job.output.partition("These need less memory:")[2]
+    assert "model.gradient_checkpointing=true: " in advice and "batch.pack_tokens_per_rank=1024: " in advice
+    assert "4 ranks: " in advice and "Traceback" not in job.output, job.output
+    assert job.output.count("These need less memory:") == 1
+    end = json.loads((tmp_path / "output" / "end.json").read_text())
+    assert end["step"] == 1 and end["message"].startswith("rank 1: out of memory: ")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and not is_out_of_memory(RuntimeError("x"))
 
 
 @pytest.mark.parametrize("rate, code", [(300.0, 0), (1e30, 1)])

@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 
 from tests.helpers.conversations import decode_texts, make_row, prepare_rows, write_lines
 from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.commands.quickstart import traces
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
@@ -26,6 +27,8 @@ from vcore_ds.data.prepare.pipeline import make_sample_key
 from vcore_ds.data.prepare.report import PrepareReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, find_files
 from vcore_ds.data.store import TokenStore
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.models.description import read_model
 
 TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
 
@@ -641,3 +644,23 @@ def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=reason):
             run("chat", source, tokenizer=tmp_path / name)
+
+
+def test_a_mistyped_folder_is_named_at_once_without_a_connection(tmp_path: Path, monkeypatch) -> None:
+    """Libraries retried each request, 97 s in all. A name without a slash, or offline, is not looked up."""
+    lookups: list[str] = []
+
+    def fail(_: object, name: str, **__: object) -> None:
+        lookups.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", fail)
+    for is_offline, reason in ((False, "the hub cannot be reached: Name or service"), (True, "HF_HUB_OFFLINE")):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+        for look in (load_tokenizer, read_model, find_named_model, lambda name: find_files([name], "train")):
+            with pytest.raises(UserError, match=f"runs/mistyped: no such folder .*{reason}"):
+                look("runs/mistyped")
+            with pytest.raises(UserError, match=r"mistyped.*no.* (folder|file).* hub id \(owner/name\)"):
+                look("mistyped")
+    assert lookups == 4 * ["runs/mistyped"]

@@ -285,6 +285,31 @@ def test_notes_warn_of_what_went_wrong(tmp_path: Path) -> None:
     assert len(read_reported(run)[0].notes) == 7
 
 
+def test_how_a_run_ended_and_its_warnings_stand_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that rises from 10.8 to 96,348 was introduced with "Losses fall, by any method"."""
+    make_run(tmp_path / "clean")
+    rising = [step_line(step, loss=10.8 if step < 3 else 96_348.0) for step in range(1, 5)]
+    write_run(tmp_path / "rising", TOKENIZER, rising, {})
+    stopped = write_run(tmp_path / "stopped", TOKENIZER, [step_line(1)], {}, environment={"git_commit": "abc-dirty"})
+    (stopped / "model").rename(stopped / "elsewhere")
+    (stopped / "end.json").write_text('{"step": 2, "message": "the loss is not finite"}')
+    names = [str(tmp_path / name) for name in ("clean", "rising", "stopped")]
+    assert main(["report", *names, "--text"]) == 0
+    text = capsys.readouterr().out
+    parts = ["Warnings on rising", "diverged: the loss rose from 10.8 to 96,348 nats", "Warnings on stopped",
+             "ended in step 2: the loss is not finite", "differed from its git commit", "What was learnt"]  # fmt: skip
+    assert [text.count(part) for part in parts] == [1] * len(parts) and "Losses fall" not in text
+    assert sorted(parts, key=text.index) == parts
+    assert main(["report", *names, "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = page[page.index("<main>") :]
+    assert sorted(parts, key=page.index) == parts and page.index("<section") == page.index('<section id="warnings">')
+    assert main(["report", names[0], "--text"]) == 0
+    assert "Losses fall" in capsys.readouterr().out
+    (stopped / "end.json").write_text('{"step": 2')
+    assert main(["report", names[2], "--text"]) == 2 and "end.json: is damaged" in capsys.readouterr().err
+
+
 def test_json_and_scripts_cannot_end_their_element() -> None:
     assert "<" not in as_json({"</script>": ["<!--", "\u2028"]}) and as_json(["<a"]) == '["\\u003ca"]'
     for name in SCRIPTS:

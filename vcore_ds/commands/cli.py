@@ -33,7 +33,7 @@ from vcore_ds.commands import (
 )
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.common import __version__
-from vcore_ds.common.errors import RunFailed, RunStopped, UserError
+from vcore_ds.common.errors import OutOfMemory, RunFailed, RunStopped, UserError, first_line, is_out_of_memory
 from vcore_ds.common.paths import check_working_folder
 from vcore_ds.common.standard_streams import find_output_error, repair_standard_streams
 from vcore_ds.common.text import shorten
@@ -165,7 +165,7 @@ def _find_exit_code(work: Callable[[], None]) -> int:
     try:
         check_working_folder()
         work()
-    except (UserError, RunFailed, RunStopped) as error:
+    except (UserError, RunFailed, RunStopped, OutOfMemory) as error:
         return _report(error)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # of a name that a user gave: wherever a file is looked for
@@ -176,12 +176,18 @@ def _find_exit_code(work: Callable[[], None]) -> int:
         if problem.errno == errno.EPIPE:  # as where `head` has closed the pipe
             return EXIT_UNREAD
         return _report(UserError(f"standard output: cannot be written: {problem.strerror}; expected room for it"))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return _report(
+            OutOfMemory(f"out of memory: {first_line(error)}. Fewer or shorter sequences at a time need less")
+        )
     return 0
 
 
-def _report(error: UserError | RunFailed | RunStopped) -> int:
-    """Print the error once per node, whose ranks fail alike, and return its exit code."""
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+def _report(error: UserError | RunFailed | RunStopped | OutOfMemory) -> int:
+    """Print the error once per node, whose ranks fail alike, or on the rank that has it, and return its exit code."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0 or isinstance(error, OutOfMemory):
         stop_signals.leave()
         with suppress(OSError):  # nobody reads it
             print(f"vcore-ds: {error}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import read_json, reading
 from vcore_ds.config.results import ADAPTER_CONFIG, find_export, read_adapter_config
+from vcore_ds.data.hub import check_on_hub
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.architecture_check import check_model_folder
@@ -65,6 +66,7 @@ def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELAT
         if model.adapter is not None:
             hint = f". It is the base model of {path}. {remedy}"
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}{hint}") from None
+    check_on_hub(model.weights, "model", "RUN|MODEL: ")
     return model
 
 

@@ -16,6 +16,18 @@ class RunFailed(Exception):
     EXIT_CODE = 1
 
 
+class OutOfMemory(Exception):
+    """This rank is out of memory, perhaps alone; the message, with what needs less, is printed on it."""
+
+    EXIT_CODE = 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of PyTorch's allocator for a GPU or for CPUs, or of Python's; imports no torch."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"OutOfMemoryError", "MemoryError"}) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
 EXIT_STOPPED = 85  # exit code of a run that was stopped on request, after saving; the same command resumes it
 
 

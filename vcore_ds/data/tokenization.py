@@ -11,6 +11,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.answers import find_answer_spans
 from vcore_ds.data.conversations import RenderedConversation
+from vcore_ds.data.hub import check_on_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +53,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
             f"{failed}: found no tokenizer.json in this folder; copy tokenizer.json, tokenizer_config.json and "
             "chat_template.jinja into it from the model that these weights were trained from"
         )
+    check_on_hub(path, "model", f"{key}: ")
     try:
         # Without trust_remote_code transformers asks at the terminal whether to run the tokenizer's code.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)

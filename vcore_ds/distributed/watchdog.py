@@ -24,7 +24,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError, first_line
+from vcore_ds.common.errors import EXIT_STOPPED, OutOfMemory, RunFailed, RunStopped, UserError, first_line
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import end_process_group
 from vcore_ds.distributed.signals import stop_signals
@@ -121,6 +121,7 @@ class Verdict:
     text: str
     exit_code: int = 1
     hung_rank: int | None = None
+    is_explained: bool = False  # whether the text says what to do, so that stacks of other ranks add nothing
 
 
 @contextmanager
@@ -246,7 +247,8 @@ class Watchdog:
 
     def explain(self, error: BaseException) -> str | None:
         """Find the lost rank that caused an error in this rank's main thread; without one, tell the others about the
-        error and return None. Takes up to SEARCH_SECONDS after a failed collective."""
+        error and return None. Takes up to SEARCH_SECONDS after a failed collective. Raises RunFailed if the other rank
+        has explained it."""
         self._quiet.set()
         deadline = time.monotonic() + (SEARCH_SECONDS if _is_collective_error(error) else 0.0)
         while time.monotonic() < deadline:
@@ -254,9 +256,14 @@ class Watchdog:
             verdict = self._known_verdict or self._judge(patience_seconds=4 * BEAT_SECONDS)
             if verdict is not None:
                 self.broadcast(verdict)
+                if verdict.is_explained:
+                    raise RunFailed(verdict.text) from None
                 return verdict.text
             time.sleep(0.2)
-        self.broadcast(Verdict(f"{self._locate(self._rank)}: {type(error).__name__}: {first_line(error)}"))
+        if isinstance(error, OutOfMemory):
+            self.broadcast(Verdict(first_line(error), is_explained=True))
+        else:
+            self.broadcast(Verdict(f"{self._locate(self._rank)}: {type(error).__name__}: {first_line(error)}"))
         return None
 
     def _exchange(self) -> None:
@@ -361,7 +368,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         _say(f"{verdict.text}; the run ends")
-        if verdict.exit_code == 1:
+        if verdict.exit_code == 1 and not verdict.is_explained:
             with suppress(OSError):  # no file descriptor left
                 _say(f"its threads:\n{_format_stacks()}")
         if verdict.hung_rank in self._local:

@@ -28,6 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from vcore_ds.common.errors import UserError, first_line, last_line
+from vcore_ds.data.hub import check_on_hub
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.safetensors_ranges import StoredTensor, read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, QWEN3_32B, read_config_file
@@ -134,6 +135,8 @@ class ModelDescription:
 def read_model(path: str, *, local_files_only: bool = False) -> ModelDescription:
     """Read the description of a causal language model in a folder or on the hub, once while its files stay the same.
     Raises UserError if the configuration cannot be read, is inconsistent, or is of another kind of model."""
+    if not local_files_only:
+        check_on_hub(path, "model", "model.path: ")
     try:
         file = Path(str(cached_file(path, CONFIG_NAME, local_files_only=local_files_only)))
         raw = read_config_file(file)

@@ -316,6 +316,21 @@ def describe_shortage(plan: MemoryPlan, available: Available) -> str:
     return "\n".join([*lines, "These need less memory:", *changes, "engine.memory_check=false starts anyway"])
 
 
+def describe_exhaustion(plan: MemoryPlan, *, is_cpu: bool) -> str:
+    """The remedies for a rank that was out of memory, whatever the estimate says: the changes that need less."""
+    estimate = plan.estimate
+    less = Available(estimate.peak_bytes + is_cpu * estimate.host_bytes - 1, estimate.host_bytes, is_cpu)
+    changes = {words: other for words, other in plan.find_memory_changes(less).items() if less.holds(other)}
+    lines = [f"  {change}: {gib(other.peak_bytes)} GiB" for change, other in changes.items()]
+    return "\n".join(
+        [
+            f"The estimate is {gib(estimate.peak_bytes)} GiB for each rank, in {estimate.peak_phase}, with "
+            f"{plan.settings.main_tokens:,} tokens in a micro-batch. These need less memory:",
+            *(lines or ["  (no recipe setting)"]),
+        ]
+    )
+
+
 def format_memory_changes(plan: MemoryPlan, available: Available) -> list[str]:
     """Format the changes that take less memory, a line each."""
     lines = []

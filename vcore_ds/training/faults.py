@@ -3,15 +3,20 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
+from vcore_ds.common.errors import OutOfMemory, first_line, is_out_of_memory
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset, JoinedDataset, find_token_store
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
+from vcore_ds.distributed.watchdog import Identity, get_position
 from vcore_ds.engine.flat_shards import as_partitioned, unpadded_shard
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
+from vcore_ds.planning.fit import MemoryPlan, describe_exhaustion
 from vcore_ds.training import console
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.step_metrics import StepMetrics
@@ -27,6 +32,24 @@ def describe_fault(error: Exception, batches: StepBatches) -> str:
     ids = [i for batch in batches.main for i in batch.sequence_ids]
     sequences = describe_sequences(ids, batches.main[0].sequence_parallel)
     return f"{error}; it is summed over {sequences}. The parameters were not updated."
+
+
+@contextmanager
+def advising_on_memory(plan: MemoryPlan | None) -> Iterator[None]:
+    """A context in which a rank that is out of memory raises OutOfMemory, with its place and what needs less memory.
+    `plan`: None for a model of unknown size."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        is_cpu = device().type == "cpu"
+        advice = "Fewer tokens on a rank, or more ranks, need less memory"
+        advice = advice if plan is None else describe_exhaustion(plan, is_cpu=is_cpu)
+        # From None: the frames of DeepSpeed, of 80 lines, say nothing that can be changed.
+        raise OutOfMemory(
+            f"{Identity.current()}: {get_position()}: out of memory: {first_line(error)}\n{advice}"
+        ) from None
 
 
 def find_largest_value(engine: Engine) -> tuple[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vcore_ds.common.errors import RunStopped
+from vcore_ds.common.errors import RunFailed, RunStopped
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import Progress
 from vcore_ds.config.method_section import MethodConfig
@@ -17,8 +17,8 @@ from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
-from vcore_ds.distributed.signals import Stops
-from vcore_ds.distributed.watchdog import mark
+from vcore_ds.distributed.signals import Stops, stop_signals
+from vcore_ds.distributed.watchdog import get_position, mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, count_globally
 from vcore_ds.method.objective import Normalization, sequence_shares
 from vcore_ds.models.description import read_model
@@ -31,7 +31,7 @@ from vcore_ds.training.console import explain_steps
 from vcore_ds.training.faults import describe_divergence, describe_fault, explain_fault
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.followed import FollowedTraces, gather_followed, measure_followed
-from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
+from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog, record_end
 from vcore_ds.training.profile import profiled_step
 from vcore_ds.training.schedule import Schedule
 from vcore_ds.training.step import train_step
@@ -137,6 +137,21 @@ class Run:
     @property
     def folder(self) -> Path:
         return Path(self.settings.output_dir)
+
+
+def run_to_end(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, float] | None]:
+    """`run_steps`, whose failure or stop is recorded in the run's folder. A collective."""
+    # After the steps a signal ends the process at once: the last checkpoint holds the final state.
+    with stop_signals.deferred():
+        try:
+            return run_steps(run, num_done)
+        except Exception as error:
+            if layout.is_first() or not isinstance(error, RunFailed | RunStopped):  # these are raised on all ranks
+                record_end(run.folder, get_position().step, error)
+            # Even if this rank fails alone: the background threads of the others continue while their main threads
+            # wait for it, and the watchdog finds dead ranks.
+            run.checkpoints.finish_after_failure()
+            raise
 
 
 def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, float] | None]:

@@ -22,7 +22,6 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import computes_in_fp32
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_on_first_rank
-from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
@@ -47,10 +46,10 @@ from vcore_ds.training.checkpoint_read import (
     set_aside_newer,
 )
 from vcore_ds.training.checkpoints import Checkpoints, check_compared, make_digest, say_best
-from vcore_ds.training.faults import warn_of_non_finite
+from vcore_ds.training.faults import advising_on_memory, warn_of_non_finite
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
-from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_steps, validate
+from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_to_end, validate
 from vcore_ds.training.metrics_log import MetricsLog, start_trackers
 from vcore_ds.training.model_card import Kind, make_model_card, rehearse_result
 from vcore_ds.training.profile import check_profile
@@ -113,6 +112,19 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     check_memory(memory, available, recipe.engine)
     parts = recipe.model, recipe.lora, recipe.method, recipe.data
     run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
+    with advising_on_memory(memory):
+        return run_opened(recipe, opened, lock, settings, ds_config, memory)
+
+
+def run_opened(
+    recipe: Recipe,
+    opened: "OpenedRun",
+    lock: RunLock,
+    settings: PlanSettings,
+    ds_config: dict[str, Any],
+    memory: MemoryPlan | None,
+) -> RunResult:
+    """Load the model, train and write the result. A collective."""
     mark("loading the model", is_loading=True)
     engine = build_engine(settings, ds_config, None if memory is None else memory.settings.activations)
     # Computed now: the weights on disk may change before the first save.
@@ -137,15 +149,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
         log,
         build_throughput(recipe.model.path, passes),
     )
-    # After the steps a signal ends the process at once: the last checkpoint holds the final state.
-    with stop_signals.deferred():
-        try:
-            last_step, losses = run_steps(run, opened.num_done)
-        except Exception:
-            # Even if this rank fails alone: the background threads of the others continue while their main threads
-            # wait for it, and the watchdog finds dead ranks.
-            run.checkpoints.finish_after_failure()
-            raise
+    last_step, losses = run_to_end(run, opened.num_done)
     if losses is None:
         losses = validate(trainer, run.data)
     export_folder = run_folder.export_folder(run.folder, is_adapter=has_adapters)

@@ -44,6 +44,8 @@ PACKAGES = ("deepspeed", "transformers", "peft", "megatron-core", "triton")
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
+END = "end.json"
+"""How the last attempt ended, if it failed or was stopped in its steps: `step`, and the first line of its message."""
 STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in environment.json, UTC
 START = "start.txt"
 """The first lines on the screen, and details on data, balance, memory and passes, of each start."""
@@ -124,6 +126,7 @@ def begin(
         if first and num_done:  # a start whose steps are all repeated is recorded in start.txt only
             now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
         write_json(folder / ENVIRONMENT, now)
+        (folder / END).unlink(missing_ok=True)
         path = folder / START
         earlier = path.read_text(encoding="utf-8", errors="replace") + "\n" if path.is_file() else ""
         write_text(path, f"{earlier}==== {started}, after step {num_done} ====\n{description}\n")

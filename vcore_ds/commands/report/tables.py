@@ -56,7 +56,6 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     }
     has_utilities = any("utility" in description["measures"] for description in descriptions["tokens"])
     missing = [f"{run.name}: {run.why_no_tokens}" for run in runs if run.why_no_tokens]
-    notes = [Notes(f"Warnings on {run.name}", run.notes) for run in runs if run.notes]
     values = [[key, *map(show_value, values)] for key, values in differences(runs).items()]
     differing = [Table("Keys in which the recipes differ", ["", *names], values)] if values else []
     recipes = [Fold(f"recipe.yaml of {run.name}", [Code(run.name, dump_recipe(run.recipe))]) for run in runs]
@@ -66,7 +65,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     movement: list[Block] = [ABOUT_MOVEMENT, Drawing("followed")]
     over_run = [Section("movement", "The same tokens over the run", "Over the run", movement)]
     sections = [
-        Section("learnt", "", "", [results_table(runs), ABOUT_RESULTS, *notes]),
+        Section("learnt", "", "", [results_table(runs), describe_results(runs)]),
         *(over_run if encoded["followed"] else []),
         Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
         Section("gained", "What gained and lost weight", "Gained and lost", compare_weights(runs)),
@@ -82,6 +81,8 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     if first:  # a sweep, whose many runs have a column or a row each
         folded = {section.id: [Fold("Each run", section.blocks)] for section in sections if section.id in OF_EACH_RUN}
         sections = [*first, *(replace(one, blocks=folded.get(one.id, one.blocks)) for one in sections)]
+    if warnings := list_warnings(runs):
+        sections = [Section("warnings", "", "Warnings", warnings), *sections]
     return Page(f"Report on {title}", summarize(runs), sections, data, blobs)
 
 
@@ -237,11 +238,35 @@ def results_table(runs: Sequence[ReportedRun]) -> Table:
     return Table("What was learnt, before → after", ["", *(run.name for run in runs)], rows)
 
 
+ABOUT_LOSSES = "Losses fall, by any method, as the model learns the form of the traces, right or wrong. "
 ABOUT_RESULTS = (
-    "Losses fall, by any method, as the model learns the form of the traces, right or wrong. Whether its answers get "
-    "better is for accuracy to say (vcore-ds eval), and what VCORE adds for a report with a run of plain SFT beside it "
-    "(methods/sft.yaml)."
+    "Whether answers get better is for accuracy to say (vcore-ds eval), and what VCORE adds for a report with a run of "
+    "plain SFT beside it (methods/sft.yaml)."
 )
+
+
+def describe_results(runs: Sequence[ReportedRun]) -> str:
+    """What the losses mean, if they fell in all runs; and what they do not say."""
+    ends = [(run.metrics[0].get("loss"), run.metrics[-1].get("loss")) for run in runs]
+    fell = all(first is not None and last is not None and last < first for first, last in ends)
+    return ABOUT_LOSSES * fell + ABOUT_RESULTS
+
+
+MOST_NAMES = 5  # runs named in the title of their warnings
+
+
+def list_warnings(runs: Sequence[ReportedRun]) -> list[Notes]:
+    """The warnings on the runs, those of equal ones once."""
+    by_notes: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        by_notes.setdefault(tuple(run.notes), []).append(run.name)
+    return [
+        Notes(f"Warnings on {', '.join(names[:MOST_NAMES])}{', ...' * (len(names) > MOST_NAMES)}", notes)
+        for notes, names in by_notes.items()
+        if notes
+    ]
+
+
 MEANS = {"sequence": "", "token": ", mean over tokens"}
 """What the name of a loss says of its `method.normalization`: losses of another one have another name, so that no table
 compares the two."""

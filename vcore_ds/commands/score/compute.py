@@ -52,7 +52,7 @@ from vcore_ds.planning.passes import CPU, derive_passes, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training import console, run_folder
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
-from vcore_ds.training.faults import warn_of_non_finite
+from vcore_ds.training.faults import advising_on_memory, warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import (
@@ -138,11 +138,11 @@ class Scoring:
             check_memory(memory, available, recipe.engine)
             if memory is not None:
                 console.say(self._describe_cost(memory, remaining))
-            engine = build_engine(
-                self.plan_settings, ds_config, None if memory is None else memory.settings.activations
-            )
-            self._compute(engine, remaining)
-            engine.close()
+            activations = None if memory is None else memory.settings.activations
+            with advising_on_memory(memory):
+                engine = build_engine(self.plan_settings, ds_config, activations)
+                self._compute(engine, remaining)
+                engine.close()
         run_on_first_rank(self._write)
 
     def _plan_memory(

@@ -25,6 +25,7 @@ from vcore_ds.common.paths import (
     reading,
     split_source,
 )
+from vcore_ds.data.hub import check_on_hub
 
 if TYPE_CHECKING:
     from pyarrow import DataType, RecordBatch
@@ -198,6 +199,7 @@ def _resolve(name: str, configuration: str | None, split: str) -> list[str]:
     """List the data files of a split of a hub data set, or of a folder in the hub's layout."""
     from datasets import get_dataset_config_names, get_dataset_default_config_name, load_dataset_builder
 
+    check_on_hub(name, "dataset")
     try:
         names = get_dataset_config_names(name)
         # Some data sets have a configuration per split (OpenCodeReasoning-2 has had both layouts).
@@ -209,12 +211,7 @@ def _resolve(name: str, configuration: str | None, split: str) -> list[str]:
     except UserError:
         raise
     except Exception as error:  # of a dozen classes of three packages: offline, gated, misspelt
-        problem = f"{name}: no such file, and no data set that can be loaded: {first_line(error)}"
-        if not Path(name).exists():
-            problem += (
-                "; without a connection, download it elsewhere (`hf download --repo-type dataset`) and give the folder"
-            )
-        raise UserError(problem) from None
+        raise UserError(f"{name}: no data set that can be loaded: {first_line(error)}") from None
     _check_split(name, split, files)
     return [str(file) for file in files[split]]
 
