@@ -97,8 +97,16 @@ def estimate_memory(
         phases["probe"] = max(phases["probe"], in_direction, key=lambda parts: sum(parts.values()))
     if settings.offloads_checkpoints:
         most = max(settings.main_tokens, settings.probe_tokens)
-        host["activation checkpoints"] = model.estimate_kept_activations(most)
+        layer_input = model.estimate_checkpoint(most)  # whose rounding stands for that of other activations
+        kept = model.estimate_kept_activations(most)
+        host["activation checkpoints"] = kept * _pin(settings, layer_input) // max(layer_input, 1)
     return MemoryEstimate(device, phases, host)
+
+
+def _pin(settings: MemorySettings, num_bytes: int) -> int:
+    """Bytes that a tensor takes in host memory: PyTorch rounds those of pinned ones, which a GPU can copy, up to a
+    power of two."""
+    return 1 << (num_bytes - 1).bit_length() if settings.on_gpu and num_bytes else num_bytes
 
 
 def _divide(number: int, parts: int) -> int:
@@ -144,12 +152,16 @@ def _estimate_persistent(
     parameters = b * _divide(counts.all - counts.trained, settings.num_ranks) + b_trained * trained
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    (host if settings.offloads_parameters else device)["parameters"] = parameters
+    if settings.offloads_parameters:
+        host["parameters"] = _pin(settings, parameters)
+    else:
+        device["parameters"] = parameters
     if settings.ranks_of_second_copy > 1:
         device["second copy of the parameters"] = b * _divide(counts.all, settings.ranks_of_second_copy)
     optimizer_home = host if settings.offloads_optimizer else device
     # An offloaded optimizer has the reduced gradient twice: as it is accumulated, and as it is updated from.
-    optimizer_home["gradients"] = _FP32 * trained * (2 if settings.offloads_optimizer else 1)
+    gradients = _FP32 * trained
+    optimizer_home["gradients"] = 2 * _pin(settings, gradients) if settings.offloads_optimizer else gradients
     optimizer_home["master weights"] = _FP32 * trained
     if settings.optimizer != "sgd":
         optimizer_home["moments"] = 2 * _FP32 * trained
@@ -245,7 +257,7 @@ class _Model:
         shape, b, activations = self.shape, self.b, self.settings.activations
         between = _divide(num_tokens, self.settings.tensor)
         if self.settings.is_checkpointed:
-            kept = between * b * shape.hidden_size * (shape.num_layers + 1)
+            kept = self.estimate_checkpoint(num_tokens) * (shape.num_layers + 1)
             kept += activations.num_kept * self._estimate_layer_kept(num_tokens)
             if activations.keeps_attention:
                 of_layer = shape.num_heads * (b * shape.head_dim + _FP32)  # output and log-sum-exp of a token
@@ -253,6 +265,10 @@ class _Model:
             return kept
         last_norm = between * (shape.hidden_size * (self.norm_bytes + b) + _FP32)
         return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm
+
+    def estimate_checkpoint(self, num_tokens: int) -> int:
+        """Estimate the bytes of a layer's input."""
+        return _divide(num_tokens, self.settings.tensor) * self.b * self.shape.hidden_size
 
     # Parts of a pass. With tensor parallelism a rank holds its share of the tokens' hidden states between layers.
 
