@@ -1,15 +1,17 @@
 """Complete runs with sequence parallelism: the sequences and losses of one rank, also resumed at another
 sequence-parallel size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch.distributed.distributed_c10d as c10d
 
 from tests.helpers import resumed_runs, tiny
+from tests.helpers.collectives import list_collectives
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
@@ -17,7 +19,7 @@ from tests.helpers.token_records import assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.training import console, step_metrics
+from vcore_ds.training import console, run, step_metrics
 from vcore_ds.training.followed import gather_followed
 from vcore_ds.training.step_metrics import gather_record, write_or_warn
 from vcore_ds.training.token_records import SequenceTokens, read_records
@@ -63,6 +65,10 @@ class RankResult:
     """Results of `choose_sequences`, for each sequence-parallel size."""
     lines: list[str]
     """Printed by `fail_to_write_records`."""
+    unconnected: set[str] = field(default_factory=set)
+    """Communicators that a run uses, but not before it compares free memory."""
+    num_new_groups: int = 0
+    """Process groups that another run in the same process makes."""
 
 
 def make_sequence(i: int, num_tokens: int) -> SequenceTokens:
@@ -105,13 +111,24 @@ def run_on_two_ranks(folder: Path) -> RankResult:
     return RankResult([choose_sequences(size) for size in (1, 2)], fail_to_write_records(folder))
 
 
+def list_communicators() -> set[str]:
+    return {collective.communicator for collective in list_collectives()}
+
+
 def run_on_four_ranks(folder: Path) -> RankResult:
-    for main, probe in SEQUENCE_PARALLEL_SIZES:
-        resumed_runs.run_to_end(make_recipe(folder, f"{main}_{probe}", (main, probe)))
+    connected: set[str] = set()
+    with patch.object(run, "check_memory", side_effect=lambda *_: connected.update(list_communicators())):
+        resumed_runs.run_to_end(make_recipe(folder, "2_4", (2, 4)))
+    groups = {layout.group("sequence", size).group_name for size in (2, 4)}
+    assert groups <= list_communicators()
+    num_groups = c10d._world.group_count
+    resumed_runs.run_to_end(make_recipe(folder, "auto_auto", ("auto", "auto")))
+    num_new_groups = c10d._world.group_count - num_groups
     # A pack of a rank holds a quarter of the longest sequence.
     resumed_runs.run_to_end(make_recipe(folder, "short_packs", ("auto", "auto"), pack_tokens=32))
     resumed_runs.run_to_end(make_recipe(folder, "resumed", (4, 4)))
-    return RankResult([choose_sequences(size) for size in (1, 2, 4)], fail_to_write_records(folder))
+    chosen, lines = [choose_sequences(size) for size in (1, 2, 4)], fail_to_write_records(folder)
+    return RankResult(chosen, lines, groups - connected, num_new_groups)
 
 
 @dataclass(frozen=True)
@@ -137,6 +154,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.fixture(scope="module")
 def folder(results: Results) -> Path:
     return results.folder
+
+
+def test_groups_are_connected_before_memory_is_compared_and_kept(results: Results) -> None:
+    for result in results.ranks[2]:
+        assert result.unconnected == set() and result.num_new_groups == 0
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ SAID = {
     "mistake elsewhere": r"rank 0: PLACE: no such file; the run ends",
     "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
     "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
+    "stopped elsewhere in its first collective": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
 }
 SAID_WITHOUT_STEPS = {
     "error without steps": r"rank 0: PLACE: ValueError: no such token; the launcher ended this rank \(SIGTERM\)",
@@ -40,7 +41,8 @@ SAID_WITHOUT_STEPS = {
 """Outside of training: while a run starts, or in commands without steps."""
 NOTICED_BY_THE_COLLECTIVE = ("error", "killed elsewhere")
 """The error of rank 0's collective ends it, however long rank 1 takes to exit."""
-NOTICED_BY_SILENCE = ("killed elsewhere", "stopped elsewhere", "stopped elsewhere without steps")
+STOPPED = tuple(case for case in SAID | SAID_WITHOUT_STEPS if case.startswith("stopped"))
+NOTICED_BY_SILENCE = ("killed elsewhere", *STOPPED)
 
 SAME_MISTAKE = "same mistake on both ranks"
 NO_FAILURE = "no failure"
@@ -57,6 +59,8 @@ def run_case(arguments: Sequence[str]) -> int:
     stop_signals.listen()
     start_process_group(timeout_minutes=2)
     rank, first_process = int(os.environ["RANK"]), layout.gather_objects("job", Identity.current())[0].process()
+    if "first collective" in case and rank == 1:
+        torch.distributed.all_reduce = torch.distributed.all_gather_object = stop_and_exit
     # 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
     timeout_minutes = 0.2 if case == "stuck" else HANG_SECONDS / 60
     try:
@@ -72,6 +76,11 @@ def run_case(arguments: Sequence[str]) -> int:
     ended = f"rank {rank}: group {torch.distributed.is_initialized()}, first {layout.is_first()}\n"
     os.write(sys.stdout.fileno(), ended.encode())  # one write: print sends its newline by itself
     return 0
+
+
+def stop_and_exit(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(1)
 
 
 class SlowStore:
@@ -100,9 +109,12 @@ def fail(case: str, rank: int) -> None:
         raise UserError("no such file")
     while rank == 0 and rank_watchdog._positions[1].phase != "reading":
         time.sleep(0.1)
-    layout.sum_over("job", [0.0])  # rank 0 has seen the place
     if case in NOTICED_BY_SILENCE:
         rank_watchdog._patience_seconds = 5
+    num_exchanges = rank_watchdog._num_exchanges
+    while rank == 1 and rank_watchdog._num_exchanges < num_exchanges + 2:
+        time.sleep(0.1)  # it must not stop in the collective before it has sent its place
+    layout.sum_over("job", [0.0])  # rank 0 has seen the place
     if rank == 1:
         if case == "stuck":
             time.sleep(600)
@@ -136,7 +148,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         jobs = {case: stack.enter_context(start(case)) for case in SAID | SAID_WITHOUT_STEPS}
         for case in (SAME_MISTAKE, NO_FAILURE):
             jobs[case] = stack.enter_context(start(case, rank_0_serves_store=True))
-        for stopped in (jobs["stopped elsewhere"], jobs["stopped elsewhere without steps"]):
+        for stopped in (jobs[case] for case in STOPPED):
             stopped.wait_for("; the run ends")
             # No rank ends it from another host, and its node's launcher would wait half a minute.
             stopped.rank(1).resume()

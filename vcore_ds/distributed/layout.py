@@ -64,10 +64,10 @@ def _make_group(rows: Tensor) -> dist.ProcessGroup:
     return group
 
 
-def duplicate_job_group(backend: Literal["gloo"] | None = None) -> dist.ProcessGroup:
-    """Make another group of all ranks, for collectives that run concurrently with those of `job`. A collective.
-    `backend`: gloo for objects in host memory; None for that of `job`."""
-    return dist.new_group(timeout=_timeout, backend=backend)
+def make_group(ranks: Iterable[int] | None = None, backend: Literal["gloo"] | None = None) -> dist.ProcessGroup:
+    """Make a group of `ranks`, by default all, besides those of the axes: for collectives that run concurrently with
+    theirs. A collective of all ranks. `backend`: gloo for objects in host memory; None for that of `job`."""
+    return dist.new_group(None if ranks is None else list(ranks), timeout=_timeout, backend=backend)
 
 
 def _world() -> dist.ProcessGroup:
@@ -97,12 +97,25 @@ def _is_alone() -> bool:
 def make_sequence_groups(sizes: Iterable[int]) -> None:
     """Make the sequence-parallel groups of every size (a divisor of the size of `shards`) that a pass may choose. A
     collective. They are made in advance, on all ranks in the same order: if they were made on first use, ranks at
-    different points of a step would hang. NCCL connects a group on first use, so an unused size costs no memory."""
+    different points of a step would hang."""
     for parallel_size in sorted({*sizes} - {1, *_sequence_groups}):
         if parallel_size == size("shards"):
             _sequence_groups[parallel_size] = group("shards")
         else:  # adjacent ranks along `shards`, for each rank along `tensor`
             _sequence_groups[parallel_size] = _make_group(_meshes["all"].mesh.t().reshape(-1, parallel_size))
+
+
+def connect_groups() -> None:
+    """Exchange a number in each group, as a step will. A collective. NCCL connects a group on first use, so this is
+    where its memory is taken: before free memory is compared, and not at the first batch that chooses a size."""
+    for axis in ("job", "shards", "tensor", "expert_shards"):
+        if axis in _meshes:
+            sum_over(axis, [0.0])
+    number = torch.zeros(1, device=device())
+    for parallel_size in sorted(_sequence_groups):
+        all_to_all("sequence", number.expand(parallel_size), parallel_size)
+    if "expert" in _meshes:
+        all_to_all("expert", number.expand(size("expert")))
 
 
 def mesh(axis: Axis) -> DeviceMesh:

@@ -110,8 +110,7 @@ LEAVING_SECONDS = GRACE_SECONDS + 5 * BEAT_SECONDS
 """Longest time that rank 0 waits for the others to sign off: ranks that are told of an error end after GRACE_SECONDS.
 """
 
-STUCK_SHARE = 0.9
-"""Share of engine.timeout_minutes after which a rank is stuck: before the collectives that wait for it time out."""
+STUCK_SHARE = 0.9  # of engine.timeout_minutes: a rank is stuck before the collectives that wait for it time out
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class Watchdog:
         self._store.set(str(self._rank), self._status_line(0))
         if self._rank == 0:
             self._store.set("verdict", "")
-        self._identities: list[Identity] = layout.gather_objects("job", Identity.current())
+        self._identities = self._exchange_identities()
         others = [identity for identity in self._identities if identity.rank != self._rank]
         local = self._identities[self._rank]
         same_host = {identity.rank: identity.process() for identity in others if identity.host == local.host}
@@ -201,6 +200,14 @@ class Watchdog:
             threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True)
             for target in (self._exchange, self._watch)
         ]
+
+    def _exchange_identities(self) -> list[Identity]:
+        """Exchange identities through the store: NCCL blocks in C in the first collective if a rank is missing."""
+        names = [f"identity/{rank}" for rank in range(layout.size("job"))]
+        self._store.set(names[self._rank], json.dumps(asdict(Identity.current())))
+        if self._rank == 0:  # requests shall not grow with the square of the number of ranks
+            self._store.set("identities", "\n".join(line.decode() for line in self._store.multi_get(names)))
+        return [Identity(**json.loads(line)) for line in self._store.get("identities").splitlines()]
 
     def start(self) -> None:
         for thread in self._threads:

@@ -3,9 +3,12 @@
 The package imports this module first, before any that imports deepspeed.
 """
 
+import functools
 import logging
 import os
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 
@@ -19,7 +22,9 @@ import deepspeed
 import torch
 import torch._dynamo
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 
 from vcore_ds.common.imports import without_compiler
@@ -31,6 +36,8 @@ with without_compiler():
 
 
 DEEPSPEED_WAIT = AllGatherCoalescedHandle.wait  # which `copy_gathered_parameters` replaces; tests compare the two
+_GATHER = "_PartitionedParameterCoordinator__all_gather_params"
+_DEEPSPEED_GATHER = getattr(PartitionedParameterCoordinator, _GATHER)
 
 _process_group: torch.distributed.ProcessGroup | None = None
 """The default process group for which DeepSpeed was last initialized."""
@@ -42,8 +49,6 @@ def start_deepspeed() -> None:
     if _process_group is not torch.distributed.group.WORLD:
         # DeepSpeed keeps the groups of a destroyed process group, from an earlier command in this process.
         groups._release_process_group_references()
-        # For reductions: a group made by DeepSpeed would have PyTorch's timeout, not the recipe's.
-        groups._WORLD_GROUP = layout.duplicate_job_group()
         _process_group = torch.distributed.group.WORLD
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.utils.logger.addFilter(_is_relevant)
@@ -53,7 +58,18 @@ def start_deepspeed() -> None:
         # Counted in every backward, by a program (numactl), which fails where PATH has a folder without permission.
         get_accelerator().device_count = num_local_ranks
     AllGatherCoalescedHandle.wait = copy_gathered_parameters
+    setattr(PartitionedParameterCoordinator, _GATHER, gather_in_order)
+    # For reductions and hierarchical partitioning: DeepSpeed's would have PyTorch's timeout, not the recipe's.
+    TorchBackend.new_group = lambda _, ranks: layout.make_group(ranks)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+@functools.wraps(_DEEPSPEED_GATHER)
+def gather_in_order(coordinator: Any, params: Iterable[Any], forward: bool) -> None:
+    """Start the all-gathers of some parameters. DeepSpeed 0.19.8 passes a set, which iterates in the order of memory
+    addresses: ranks would start the all-gathers of experts and of other parameters, on two communicators, in different
+    orders, and NCCL may hang."""
+    _DEEPSPEED_GATHER(coordinator, sorted(params, key=lambda parameter: parameter.ds_id), forward)
 
 
 def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:

@@ -17,12 +17,15 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
+import torch
+
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.config.schema import first_compared_step
 from vcore_ds.config.sections import CheckpointConfig, RunConfig
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
@@ -143,7 +146,7 @@ class Checkpoints:
         if is_async:
             # Made in the main threads, since making a group is a collective too. Only background threads use it, one
             # write after another, so their collectives are in the same order on all ranks.
-            group = self._group = self._group or layout.duplicate_job_group("gloo")
+            group = self._group = self._group or layout.make_group(backend="gloo")
             self._writing = start_write(lambda: self._write(state, tensors, group))
             self._last_end = time.monotonic()
         else:
@@ -217,10 +220,7 @@ class Checkpoints:
         if layout.is_first():
             paths += (unfinished / checkpoint_folder.STATE).glob(".metadata")  # the index
             run_state = json.dumps(asdict(state), indent=2) + "\n"
-            for name, text in (
-                (checkpoint_folder.RUN_STATE, run_state),
-                (checkpoint_folder.RECIPE, self._recipe_yaml),
-            ):
+            for name, text in ((checkpoint_folder.RUN_STATE, run_state), (checkpoint_folder.RECIPE, self._recipe_yaml)):
                 (unfinished / name).write_text(text, encoding="utf-8")
                 paths.append(unfinished / name)
         return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in paths}
@@ -258,9 +258,12 @@ def start_write(write: Callable[[], WrittenCheckpoint]) -> Future[WrittenCheckpo
     """Call `write` in a background thread, as on all other ranks; it must communicate over a group that no other thread
     uses meanwhile."""
     result: Future[WrittenCheckpoint] = Future()
+    chosen = device()
 
     def run() -> None:
         try:
+            if chosen.type == "cuda":  # PyTorch starts each thread on GPU 0
+                torch.cuda.set_device(chosen)
             result.set_result(write())
         except BaseException as error:
             result.set_exception(error)

@@ -36,8 +36,9 @@ def start_ranks(engine: EngineConfig, parallel: ParallelConfig) -> None:
 
 
 def plan_ranks(settings: PlanSettings) -> BatchPlan:
-    """Plan how batches are spread over the ranks of this job, and make the groups that this needs. A collective. Raises
-    UserError, on all ranks alike, if a rank cannot read the model's configuration, and RecipeError as `plan_batch`."""
+    """Plan how batches are spread over the ranks of this job, make the groups that this needs, and connect all groups.
+    A collective. Raises UserError, on all ranks alike, if a rank cannot read the model's configuration, and RecipeError
+    as `plan_batch`."""
     shape = run_first_rank_first(lambda: read_model(settings.model.path).shape)
     # Rank 0's values: all ranks must plan the same layout, even if nodes differ.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
@@ -49,6 +50,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
         machine=CPU if device().type == "cpu" else H100,
     )
     layout.make_sequence_groups(plan.sequence_parallel_sizes)
+    layout.connect_groups()
     return plan
 
 
