@@ -28,7 +28,7 @@ help:
 	@echo "make test         format, lint, types and all tests"
 	@echo "make soak         all tests with further combinations of options and the runs that are killed again and again; hours"
 	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (SECONDS=170 ONLY='kernel runs' OUTPUT=FOLDER)"
-	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (SECONDS=1800 ONLY='resume kill'; without GPUs: TRY=simulated)"
+	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (SECONDS=1800 ONLY='resume kill'; without GPUs: TRY=simulated; on one: TRY=loopback)"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 

@@ -1,6 +1,7 @@
 """Training with every shipped file of ds_configs/ against the plain one: where shards lie changes no result."""
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
+from tests.gpu.node.steps import read_files
+from tests.gpu.parts import RESULTS, STEPS
 from tests.helpers import step_runs, tiny
+from tests.helpers.commands import run_command
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import StepBatches
@@ -47,7 +51,6 @@ class Outcome:
     parameters: dict[str, torch.Tensor]
     offloads: tuple[str, str]
     """Devices of optimizer and parameters that DeepSpeed uses."""
-    num_ranks_in_node: int
     num_persistent: int
     num_trainable: int
     num_coalesced: int
@@ -67,15 +70,7 @@ def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora
     )
 
 
-def train_two_steps(
-    model: str,
-    json_file: str,
-    precision: str,
-    estimator: str,
-    lora: bool,
-    sequence_parallel: tuple[int, int] = (1, 1),
-) -> Outcome:
-    """`sequence_parallel`: sequence-parallel sizes of the main batch and of the probe."""
+def train_two_steps(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Outcome:
     recipe = make_recipe(model, json_file, precision, estimator, lora)
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, which here starts many engines
     settings = derive_plan_settings(recipe)
@@ -86,8 +81,8 @@ def train_two_steps(
     handle = partition_parameters.AllGatherCoalescedHandle
     with patch.object(handle, "wait", autospec=True, side_effect=handle.wait) as waits:
         for k in range(2):
-            main = step_runs.deal(tiny.make_batch(8, seed=k), 2, sequence_parallel[0])
-            batches = StepBatches(main, step_runs.deal(tiny.make_batch(4, seed=50 + k), 2, sequence_parallel[1]))
+            main, probe = tiny.make_batch(8, seed=k), tiny.make_batch(4, seed=50 + k)
+            batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2))
             recorded = step_runs.Recorder(engine)
             metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
             losses.append(metrics.values["loss"])
@@ -99,7 +94,6 @@ def train_two_steps(
         torch.cat(utilities),
         step_runs.gather_parameters(engine),
         find_offload_devices(engine),
-        engine.trainable[0][1].ds_secondary_tensor_group_size,
         sum(parameter.ds_persist for _, parameter in engine.trainable),
         len(engine.trainable),
         waits.call_count,
@@ -210,21 +204,27 @@ def test_offloading_is_in_effect(outcomes, name, optimizer, parameters):
     assert min(outcome.gradient_norms) > 0.05  # clipped
 
 
-def train_hierarchically(model: str, json_files: dict[str, str]) -> dict[str, Outcome]:
-    layout.make_sequence_groups([2, 4])
-    return {
-        name: train_two_steps(model, json_file, "fp32", "finite_difference", lora=False, sequence_parallel=(2, 4))
-        for name, json_file in json_files.items()
-    }
+CASES_ON_NODES = ("Ulysses 2", "tensor 2", "expert 2", *read_files())
+"""Cases of `tests.gpu.node.steps`: every kind of parallelism, every file."""
 
 
-def test_hierarchical_partitioning_over_two_nodes_trains_as_the_plain_file_does(model, tmp_path):
-    """The shipped file says 8, which on 2 ranks is one node; here two groups each hold the whole model."""
-    content: dict[str, Any] = json.loads((FOLDER / "zero3_bf16_hierarchical.json").read_text())
-    del content["bf16"]
-    content["zero_optimization"]["zero_hpz_partition_size"] = 2
-    (tmp_path / "ds.json").write_text(json.dumps(content))
-    files = {"plain": str(FOLDER / "zero3_fp32.json"), "hierarchical": str(tmp_path / "ds.json")}
-    for outcomes in run_ranks(train_hierarchically, 4, model, files):
-        assert outcomes["hierarchical"].num_ranks_in_node == 2
-        assert_same(outcomes["hierarchical"], outcomes["plain"], "fp32")
+@pytest.fixture(scope="module")
+def on_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Results by case of steps on four ranks, which are a node each and started separately: those that are forked from
+    one process have the same memory addresses, by which Python orders its sets."""
+    folder = tmp_path_factory.mktemp("nodes")
+    cases = shlex.join(CASES_ON_NODES)
+    done = run_command(f"env {RESULTS}={folder} python -m tests.gpu.node.loopback 4 -m {STEPS} --only {cases}")
+    assert done.returncode in (0, 1) and (folder / "steps_4").is_dir(), done.stdout
+    return {row["case"]: row for row in json.loads((folder / "steps_4" / "results.json").read_text())["rows"]}
+
+
+def test_all_ranks_start_their_collectives_in_one_order(on_four_nodes):
+    """On all communicators together, which NCCL demands and gloo does not."""
+    assert {name: row["in another order"] for name, row in on_four_nodes.items()} == dict.fromkeys(CASES_ON_NODES, 0)
+    assert all(row["collectives"] > 100 for row in on_four_nodes.values())
+
+
+@pytest.mark.parametrize("name", CASES_ON_NODES)
+def test_steps_on_four_nodes_equal_the_oracles(on_four_nodes, name):
+    assert on_four_nodes[name]["result"] == "passed", on_four_nodes[name]

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu import SHAPES
+from tests.gpu.node.launch import make_rank_arguments
 from tests.gpu.results import work_folder, write_results
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import write_conversations
@@ -91,15 +92,8 @@ def run() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_inputs(folder, arguments.shape)
-    launcher = ["-m", "vcore_ds.distributed.torchrun", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "vcore_ds.commands.cli",
-        "train",
-        *make_settings(folder, arguments.shape, NUM_STEPS),
-    ]
+    settings = make_settings(folder, arguments.shape, NUM_STEPS)
+    command = [sys.executable, *make_rank_arguments(ranks, "vcore_ds.commands.cli", "train", *settings)]
     failed = subprocess.run(command, cwd=REPOSITORY).returncode
     if failed:
         return failed

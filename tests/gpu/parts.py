@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 RESULTS = "VCORE_DS_GPU_RESULTS"
 """Variable with the folder of a part's results; in a part's arguments it stands for the folder itself."""
 
+IS_LOOPBACK = "VCORE_DS_GPU_LOOPBACK"
+"""Variable of parts whose ranks `tests.gpu.node.loopback` starts on one device, instead of torchrun."""
+
 CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -61,6 +64,15 @@ def _cases(kind: str, device: str, shard: int, num_shards: int) -> Part:
     )
 
 
+def _loopback(name: str, question: str, stage: int, *arguments: str) -> Part:
+    variables = {IS_LOOPBACK: "1", "OMP_NUM_THREADS": "1"}
+    return Part(f"loopback_{name}", question, ("-m", *arguments), stage, 100, 40, variables)
+
+
+LAUNCHER = "tests.gpu.node.loopback"
+STEPS = "tests.gpu.node.steps"
+
+
 def _speed(name: str, *options: str) -> tuple[str, ...]:
     return ("-m", "tests.benchmarks.gpu", *options, "--output", f"{RESULTS}/{name}")
 
@@ -83,20 +95,28 @@ PARTS: tuple[Part, ...] = (
     *(_cases("runs", "cuda", shard, 4) for shard in range(4)),
     *(_cases("runs", "cpu", shard, 2) for shard in range(2)),
     Part("waits", "Where does the host wait in a step?", _tests("tests/gpu/test_synchronisations.py"), 1, 180, 30),
+    _loopback("4", "Do steps of 4 ranks on one GPU equal the oracle's, over NCCL?", 2, LAUNCHER, "4", "-m", STEPS),
+    _loopback("kill", "Do the others end in time when a rank of NCCL is lost?",
+              2, "tests.gpu.node.kill", "--ranks", "2", "--shape", "tiny"),
+    _loopback("2", "Do steps of 2 ranks on one GPU equal the oracle's, over NCCL?", 3, LAUNCHER, "2", "-m", STEPS),
+    _loopback("resume", "Do killed runs of 4 ranks end as others do, on 2 ranks too?",
+              3, "tests.gpu.node.resume", "--ranks", "4"),
+    _loopback("commands", "Do preflight, score and asynchronous checkpoints work over NCCL?",
+              3, "tests.gpu.node.commands", "--ranks", "2", "--shape", "tiny"),
     Part("small", "Does a real shape train, and are utilities in bf16 right?",
          _speed("small", "--shape", "0.6b", "--layers", "8", "--tokens", "8192", "--rounds", "2"),
-         2, 110, 30),
+         4, 110, 30),
     Part("speed_8b", "How fast is a step of the 8B shape, cut to 8 layers?",
-         _speed("speed_8b", "--shape", "8b", "--layers", "8", "--rounds", "2", *FEW_METHODS), 4, 120, 50),
+         _speed("speed_8b", "--shape", "8b", "--layers", "8", "--rounds", "2", *FEW_METHODS), 5, 120, 50),
     Part("speed_0.6b", "How fast is a step of 0.6B?",
-         _speed("speed_0.6b", "--shape", "0.6b", "--rounds", "3", *ALL_METHODS), 5, 150, 60),
-    Part("memory", "Is the memory of a step what is estimated?", _tests("tests/gpu/test_memory.py"), 6, 110, 50),
+         _speed("speed_0.6b", "--shape", "0.6b", "--rounds", "3", *ALL_METHODS), 6, 150, 60),
+    Part("memory", "Is the memory of a step what is estimated?", _tests("tests/gpu/test_memory.py"), 7, 110, 50),
     Part("kernel_rest", "Does the kernel with a tangent equal fp64 in fp16 and fp32?",
          _tests("tests/gpu/test_flash_tangent.py", "-k", "float16 and not bfloat16 or float32", num_workers=8),
-         7, 120, 45),
+         8, 120, 45),
     Part("profile_8b", "Which operators take the time of a step of the 8B shape?",
          _speed("profile_8b", "--shape", "8b", "--layers", "8", "--rounds", "1", "--profile", *FEW_METHODS),
-         8, 150, 90),
+         9, 150, 90),
     Part("speed_1.7b", "How fast is a step of 1.7B?",
          _speed("speed_1.7b", "--shape", "1.7b", "--rounds", "3", *FEW_METHODS), 8, 300, 60, is_default=False),
     Part("overlap", "Are all-gathers and reduce-scatters on separate streams right?",

@@ -29,10 +29,7 @@ def compute_exactly(
 
 
 def measure_errors(
-    dtype: torch.dtype,
-    head_dim: int,
-    sliding_window: int | None = None,
-    with_sinks: bool = False,
+    dtype: torch.dtype, head_dim: int, sliding_window: int | None = None, with_sinks: bool = False
 ) -> list[float]:
     from vcore_ds.models.flash_tangent import flash_tangent
 

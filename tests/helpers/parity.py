@@ -42,6 +42,7 @@ class Case:
     num_heads: int = 4
     num_kv_heads: int = 2
     vocabulary: int = tiny.VOCABULARY
+    num_layers: int = 2
     tensor: int = 1
     """Tensor-parallel size, in megatron-core's parallel layers."""
     expert: int = 1
@@ -77,12 +78,14 @@ def run_case(case: Case) -> dict[str, float]:
         num_attention_heads=case.num_heads,
         num_key_value_heads=case.num_kv_heads,
         vocab_size=case.vocabulary,
+        num_hidden_layers=case.num_layers,
     )
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
     if case.moe_kind is None:
         plain = tiny.qwen3(dtype=dtype, **sizes)
     else:
-        sizes, plain = {}, tiny.moe_model(case.moe_kind, dtype=dtype)
+        sizes = dict(num_hidden_layers=case.num_layers)
+        plain = tiny.moe_model(case.moe_kind, dtype=dtype, **sizes)
         plain.set_experts_implementation("eager")  # a loop over experts, which supports forward mode
     if case.tensor > 1:
         from tests.helpers import megatron  # only here: megatron-core takes seconds to import

@@ -1,6 +1,7 @@
 """Complete runs on the simulated device, from a Hugging Face folder to an export: the same losses as on the CPU."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.gpu.node import steps as node_steps
 from tests.helpers import resumed_runs, tiny
+from tests.helpers.collectives import find_timeout_minutes
 from tests.helpers.moe_models import moe_model
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
@@ -22,6 +24,9 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.config.schema import Recipe
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import cpu_group
+from vcore_ds.training.checkpoints import start_write
 
 pytestmark = pytest.mark.dist
 
@@ -68,11 +73,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "full, sequences on two ranks": {"batch": {"global_size": 4, "sequence_parallel": 2}},
     "full, layers on two ranks": {**MEGATRON, "parallel": {"tensor": 2}},
     "experts, divided between two ranks": {**MOE_MODEL, "parallel": {"expert": 2}},
-} | soak(
-    {
-        "experts, two ranks": MOE_MODEL,
-    }
-)
+} | soak({"experts, two ranks": MOE_MODEL})
 """The part of a name before the comma is the run on the CPU to compare with: the use of ranks and memory changes no
 loss."""
 
@@ -85,7 +86,7 @@ DIVIDED = {
 }  # fmt: skip
 """Steps with half of the experts on each of two ranks, by precision; the grouped GEMM has a kernel in bf16."""
 
-STEPS_OF_A_NODE = ("Ulysses 2", "hpZ in groups of 2", "offloaded optimizer")
+STEPS_OF_A_NODE = ("Ulysses 2", "zero3_bf16_hierarchical", "zero3_bf16_offload_optimizer")
 """Steps of `make gpu8` whose features no other test here has."""
 
 CAPPED = dict(
@@ -156,6 +157,9 @@ def train_together(folder: Path) -> dict[str, Any]:
             results[f"steps in {precision}"] = run_case(case)
         results[f"waits in {precision}"] = {place: n for place, n in waits.items() if "models/expert" in place}
     results["steps of a node"] = node_steps.measure(STEPS_OF_A_NODE)
+    results["devices of writers"] = layout.gather_objects("job", start_write(torch.cuda.current_device).result())
+    results["launch order"] = os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
+    results["minutes of the group of host memory"] = find_timeout_minutes(cpu_group())
     return results
 
 
@@ -228,6 +232,15 @@ def test_a_step_with_divided_experts_equals_the_oracles(together: dict[str, Any]
     print(deviations)
     for quantity in ("utilities", "weights", "alpha", "gradient", "loss"):
         assert deviations[quantity] < (0.06 if precision == "bf16" else 1e-5), quantity
+
+
+def test_each_writer_works_on_the_gpu_of_its_rank(together: dict[str, Any]) -> None:
+    assert together["devices of writers"] == [0, 1]
+
+
+def test_nccls_order_and_the_recipes_timeout_hold_for_all_groups(together: dict[str, Any]) -> None:
+    assert together["launch order"] == "1"
+    assert together["minutes of the group of host memory"] == 10.0  # as `run_ranks` says
 
 
 def test_steps_of_a_node_equal_the_oracles(together: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ The command is typed as a user types it (`vcore-ds train` under torchrun), on ra
 
 import argparse
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ import psutil
 
 from tests.benchmarks.gpu import SHAPES
 from tests.gpu.calibrate import make_settings, write_inputs
-from tests.gpu.node.launch import device_variables
+from tests.gpu.node.launch import device_variables, make_rank_arguments
 from tests.gpu.results import work_folder, write_results
 from tests.helpers.commands import count_finished_steps, read_metrics
 from tests.helpers.jobs import Job
@@ -38,8 +39,7 @@ def make_command(folder: Path, shape: str, num_ranks: int) -> str:
         f"checkpoint.every_steps={STEPS_BETWEEN}",
         f"engine.lost_rank_seconds={HUNG_SECONDS}",
     ]
-    launcher = f"python -m vcore_ds.distributed.torchrun --standalone --nproc_per_node {num_ranks}"
-    return f"{launcher} -m vcore_ds.commands.cli train {' '.join(settings)}"
+    return shlex.join(["python", *make_rank_arguments(num_ranks, "vcore_ds.commands.cli", "train", *settings)])
 
 
 def inject(job: Job, folder: Path, num_ranks: int, fault: signal.Signals) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     python -m tests.gpu.node.session --list         the parts
     python -m tests.gpu.node.session --try cpu      the same scripts on two ranks without a GPU, in tiny sizes
     python -m tests.gpu.node.session --try simulated
+    python -m tests.gpu.node.session --try loopback   four ranks on one GPU over NCCL, or without it over gloo
 
 Parts are run, stopped and skipped as those of `make gpu` (`tests.gpu.session`), one after another. Results are in
 `runs/gpu8`, with `--try` in `runs/gpu8_cpu` and `runs/gpu8_simulated`.
@@ -18,16 +19,17 @@ import sys
 import torch
 
 from tests.gpu.node.launch import make_rank_arguments
-from tests.gpu.parts import RESULTS, Part
+from tests.gpu.parts import IS_LOOPBACK, RESULTS, STEPS, Part
 from tests.gpu.results import describe_devices
 from tests.gpu.session import list_parts, make_environment, read_arguments, run_session
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.simulated_cuda.build import compile_device
 from tests.helpers.simulated_cuda.ranks import simulated_environment
+from vcore_ds.distributed.device import uses_gpu
 
 SECONDS = 1800
 LIMIT_SECONDS = 570
-TRIED_RANKS = 2
+TRIED_RANKS = {"cpu": 2, "simulated": 2, "loopback": 4}
 FILES = ("zero3_bf16_large.json", "zero3_bf16_sequential.json", "zero3_bf16_large.json:reduce_bucket_size=500000000")
 
 
@@ -47,6 +49,9 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> tuple[Part, ...]:
             "Do steps equal the oracle's under every kind of parallelism?", make_rank_arguments(num_ranks, STEPS)
         ),
         "resume": ("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
+        "commands": (
+            "Do preflight, score and asynchronous checkpoints work?", ("-m", "tests.gpu.node.commands", *ranks, *shape)
+        ),
         "kill": ("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
         "layers": (
             "How fast are two layers of Qwen3-32B, and is their memory the plan's?",
@@ -63,9 +68,6 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> tuple[Part, ...]:
     )
 
 
-STEPS = "tests.gpu.node.steps"
-
-
 def choose_num_ranks(num_gpus: int) -> int:
     """8, 4 or 2 of the GPUs; 0 if there are fewer."""
     return next((number for number in (8, 4, 2) if number <= num_gpus), 0)
@@ -73,10 +75,12 @@ def choose_num_ranks(num_gpus: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--try", dest="tried", choices=("cpu", "simulated"), help="without GPUs, in tiny sizes")
+    parser.add_argument("--try", dest="tried", choices=TRIED_RANKS, help="with fewer GPUs, in tiny sizes")
     tried = parser.parse_known_args()[0].tried
     num_gpus = 0 if tried else torch.cuda.device_count()
-    num_ranks = TRIED_RANKS if tried else choose_num_ranks(num_gpus)
+    num_ranks = TRIED_RANKS[tried] if tried else choose_num_ranks(num_gpus)
+    if tried == "loopback":
+        os.environ[IS_LOOPBACK] = "1"
     parts = make_parts(num_ranks or 8, is_tiny=tried is not None)
     folder = REPOSITORY / "runs" / ("gpu8" if tried is None else f"gpu8_{tried}")
     parser.set_defaults(seconds=SECONDS)
@@ -89,7 +93,7 @@ def main() -> None:
             "`make gpu` is for one GPU; TRY=cpu or TRY=simulated runs the same scripts without any"
         )
     environment, device = dict(os.environ), ""
-    if tried == "cpu":
+    if tried == "cpu" or (tried == "loopback" and not uses_gpu()):
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         device = f"{num_ranks} x CPU, torch {torch.__version__}, gloo"
     elif tried == "simulated":
