@@ -21,10 +21,7 @@ from vcore_ds.models.experts import OUR_EXPERTS, measure_expert_load, reset_toke
 pytestmark = pytest.mark.dist
 
 # Experts of each token, by rank, layer and forward; 4 experts, two on each rank of an expert-parallel pair.
-CHOSEN = [
-    [[[[0, 1], [0, 2]], [[0, 3]]], [[[0, 1], [2, 3]], [[1, 3]]]],
-    [[[[0, 1]], [[0, 2]]], [[[3, 1]], [[2, 3]]]],
-]
+CHOSEN = [[[[[0, 1], [0, 2]], [[0, 3]]], [[[0, 1], [2, 3]], [[1, 3]]]], [[[[0, 1]], [[0, 2]]], [[[3, 1]], [[2, 3]]]]]
 
 # Token ids of three sequences. Token v goes to the experts v and v + 1, modulo 4; padding is token 0.
 SEQUENCES = ([1, 1, 1, 1, 2], [2, 3, 1], [1, 3])

@@ -91,9 +91,7 @@ class Fidelity:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
     first_layers = None if IS_SOAK else write_first_layers(tmp_path_factory.mktemp("model"), NUM_LAYERS)
     return run_ranks(measure_all, 1, str(prepare_pretrained_model()), first_layers and str(first_layers))
 

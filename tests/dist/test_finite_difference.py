@@ -22,8 +22,7 @@ pytestmark = pytest.mark.dist
 
 def make_engine(precision: str):
     recipe = step_runs.make_recipe(
-        model={"path": "none", "precision": precision},
-        utility={"estimator": "finite_difference", "epsilon": "auto"},
+        model={"path": "none", "precision": precision}, utility={"estimator": "finite_difference", "epsilon": "auto"}
     )
     return recipe, step_runs.make_engine(tiny.token_loss_model(hidden_size=64, intermediate_size=128), recipe)
 

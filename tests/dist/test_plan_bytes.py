@@ -10,15 +10,7 @@ import pytest
 
 from tests.helpers.measured_bytes import measure_all
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scaled_model import (
-    CASES,
-    MOE_MODEL,
-    NUM_RANKS,
-    Case,
-    make_recipe,
-    scaled_shape,
-    write_scaled_model,
-)
+from tests.helpers.scaled_model import CASES, MOE_MODEL, NUM_RANKS, Case, make_recipe, scaled_shape, write_scaled_model
 from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.planning.batch_layout import summarize
 from vcore_ds.planning.batch_plan import plan_batch

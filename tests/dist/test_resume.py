@@ -121,10 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
         "bf16_offload_optimizer": {"method": VCORE, "model": {"precision": "bf16"}},
     }
 )
-OFFLOADED = {
-    "offload_optimizer": ["offload_optimizer"],
-    "offload_all": ["offload_optimizer", "offload_param"],
-}
+OFFLOADED = {"offload_optimizer": ["offload_optimizer"], "offload_all": ["offload_optimizer", "offload_param"]}
 DRAWN_IN_STEPS: dict[str, dict[str, Any]] = {
     "dropout": {"method": VCORE, "utility": FINITE_DIFFERENCE, "lora": LORA | {"dropout": 0.2}},
     **soak({"stochastic_rounding": CASES["bf16"]}),
@@ -808,10 +805,7 @@ def test_a_run_resumed_at_another_world_size_equals_an_uninterrupted_one(setup: 
     expected = resumed_runs.read_deterministic_metrics(setup / "across_straight")
     tensors = resumed_runs.load_checkpoint_tensors(setup / "across_straight")
     num_resumed = NUM_STEPS - ACROSS_STOP
-    sizes = {
-        "across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * num_resumed,
-        "across_2_to_4": [(1, 2)] * num_resumed,
-    }
+    sizes = {"across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * num_resumed, "across_2_to_4": [(1, 2)] * num_resumed}
     for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1", "across_4_to_4"):
         lines = resumed_runs.read_deterministic_metrics(setup / name)
         used = [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]

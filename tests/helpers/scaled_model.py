@@ -158,11 +158,7 @@ def make_recipe(case: Case, folder: Path) -> Recipe:
             "pack_tokens_per_rank": NUM_TOKENS if case.packed else None,
             "sequence_parallel": case.sequence_parallel,
         },
-        "probe": {
-            "batch_size": len(case.lengths) // 2,
-            "sequence_parallel": case.sequence_parallel,
-            "rank": case.rank,
-        },
+        "probe": {"batch_size": len(case.lengths) // 2, "sequence_parallel": case.sequence_parallel, "rank": case.rank},
         "optimizer": {"learning_rate": 1e-5},
         "schedule": {"num_steps": 1},
         "run": {"output_dir": "none"},

@@ -40,12 +40,7 @@ def make_recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 def make_engine(
-    model,
-    recipe: Recipe,
-    *,
-    persistence_threshold: int = 0,
-    coalesce: bool = False,
-    zero: dict[str, Any] | None = None,
+    model, recipe: Recipe, *, persistence_threshold: int = 0, coalesce: bool = False, zero: dict[str, Any] | None = None
 ) -> Engine:
     """An engine with the recipe's optimizer. `zero`: changes of DeepSpeed's section `zero_optimization`."""
     config = tiny.deepspeed_config(

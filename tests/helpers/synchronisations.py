@@ -12,10 +12,7 @@ from tests.helpers.streams import AcceleratorWithStreams
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"}
 """Operations whose result the host reads: a number, or a shape that depends on values."""
 
-BRAKES = {
-    "partitioned_param_coordinator._fetch_sub_module_impl",
-    "stage3.__reduce_and_partition_ipg_grads",
-}
+BRAKES = {"partitioned_param_coordinator._fetch_sub_module_impl", "stage3.__reduce_and_partition_ipg_grads"}
 """Functions of DeepSpeed that keep the host from running too far ahead of the device, so that gathered parameters and
 gradients do not fill its memory: with more than two all-gathers in flight, the host waits for the oldest."""
 

@@ -24,11 +24,7 @@ def uncertain(entropies: Tensor, utilities: Tensor) -> Tensor:
     return entropies + 0 * utilities
 
 
-UNCERTAIN = FOCAL | {
-    "function": f"{__file__}:uncertain",
-    "options": {},
-    "function_inputs": ["entropies", "utilities"],
-}
+UNCERTAIN = FOCAL | {"function": f"{__file__}:uncertain", "options": {}, "function_inputs": ["entropies", "utilities"]}
 
 
 def write_functions_of_page(folder: Path) -> None:

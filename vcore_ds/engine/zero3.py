@@ -122,11 +122,7 @@ class Engine:
             # tokens are routed to.
             set_z3_leaf_modules(model, list({type(layer): None for layer in layers}))
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config=deepspeed_config,
-            mpu=find_tensor_axis(),
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=deepspeed_config, mpu=find_tensor_axis(), dist_init_required=False
         )
         initialize_moments(self.optimizer)
         self.module: TokenLossModel | ParallelTokenLossModel = model

@@ -8,12 +8,7 @@ from vcore_ds.common.text import count, gib
 from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
-from vcore_ds.planning.memory import (
-    COALESCING_SHARE,
-    MemoryEstimate,
-    estimate_memory,
-    estimate_unsharded_gradients,
-)
+from vcore_ds.planning.memory import COALESCING_SHARE, MemoryEstimate, estimate_memory, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, estimate_fullest_load, parameter_counts
 from vcore_ds.planning.settings import ActivationMemory, LossMemory, MemorySettings, PlanSettings

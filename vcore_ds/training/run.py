@@ -314,11 +314,7 @@ def make_trainer(recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_diges
 
 
 def begin_folder(
-    recipe: Recipe,
-    opened: OpenedRun,
-    lock: RunLock,
-    trainer: Trainer,
-    frozen_digest: str | None,
+    recipe: Recipe, opened: OpenedRun, lock: RunLock, trainer: Trainer, frozen_digest: str | None
 ) -> tuple[MetricsLog | None, RunState]:
     """Write the first files of the run's folder, and validate a new run; return the metrics log, on rank 0, and the
     state of the run. A collective."""
