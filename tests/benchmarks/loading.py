@@ -93,11 +93,7 @@ def load(folder: str, way: str) -> Measured:
     torch.distributed.barrier()
     io, started = read_io_bytes(), time.perf_counter()
     model = WAYS[way](
-        folder,
-        tiny.deepspeed_config(bf16=True),
-        dtype=torch.bfloat16,
-        attention="auto",
-        gradient_checkpointing=False,
+        folder, tiny.deepspeed_config(bf16=True), dtype=torch.bfloat16, attention="auto", gradient_checkpointing=False
     )
     torch.distributed.barrier()
     seconds = time.perf_counter() - started

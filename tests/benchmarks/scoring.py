@@ -30,11 +30,7 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_losses_and_utilities
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
-VARIANTS = {
-    "full": Variant(SFT),
-    "lora": Variant(SFT, lora=True),
-    "checkpointed": Variant(SFT, checkpointing=True),
-}
+VARIANTS = {"full": Variant(SFT), "lora": Variant(SFT, lora=True), "checkpointed": Variant(SFT, checkpointing=True)}
 NUM_COMPARED_BATCHES = 4
 """Batches of 32 traces."""
 

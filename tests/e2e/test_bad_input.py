@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny
-from tests.helpers.commands import (
-    REPOSITORY,
-    UNUSED_GPU,
-    add_unused_gpu,
-    has_control_characters,
-)
+from tests.helpers.commands import REPOSITORY, UNUSED_GPU, add_unused_gpu, has_control_characters
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.commands.cli import main

@@ -128,11 +128,7 @@ def read_training_refusal(path: str, overrides: list[str]) -> str:
 
 @pytest.mark.parametrize(
     "config, overrides",
-    [
-        (MOE, DIFFERENCE),
-        (FIXED_ATTENTION, []),
-        (DENSE, ["lora={rank: 2, alpha: 4, target_modules: [wqkv]}"]),
-    ],
+    [(MOE, DIFFERENCE), (FIXED_ATTENTION, []), (DENSE, ["lora={rank: 2, alpha: 4, target_modules: [wqkv]}"])],
     ids=["differences on an MoE model", "jvp without attention", "names of layers"],
 )
 def test_check_and_plan_refuse_in_the_words_of_training(

@@ -72,12 +72,7 @@ def draw_sinks(heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
 
 
 def attend_unfused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None, softcap: float | None = None
 ) -> Tensor:
     group, num_keys = query.shape[1] // key.shape[1], key.shape[2]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))

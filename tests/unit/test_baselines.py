@@ -37,10 +37,7 @@ def weigh(name: str, losses: Tensor, index: Tensor, num_sequences: int, **others
 
 BY_HAND = {
     "dft": (weigh("dft", HALVES, make_index([2, 1]), 2), [1 / 4, 1 / 8, 1 / 8]),
-    "eaft": (
-        weigh("eaft", HALVES, make_index([2, 1]), 2, statistics=[1.0, 0.5, 0.25]),
-        [0.5, 0.25, 0.25],
-    ),
+    "eaft": (weigh("eaft", HALVES, make_index([2, 1]), 2, statistics=[1.0, 0.5, 0.25]), [0.5, 0.25, 0.25]),
     # Probability 1/4 and concentration 1/2: (1/4)^(1/2) = 1/2, but for the 1e-6.
     "deft": (weigh("deft", HALVES[1:2], make_index([1]), 1, statistics=[0.5]), [0.5 * 0.5 / 0.500001]),
     "profit": (

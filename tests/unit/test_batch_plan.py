@@ -108,13 +108,7 @@ def test_parallel_sizes_divide_the_ranks_and_heads() -> None:
             "batch",
             "1",
         ),
-        (
-            4,
-            QWEN3_32B,
-            {"batch": {"sequence_parallel": 2}, "model": {"path": "m", "attention": "sdpa"}},
-            "batch",
-            "1",
-        ),
+        (4, QWEN3_32B, {"batch": {"sequence_parallel": 2}, "model": {"path": "m", "attention": "sdpa"}}, "batch", "1"),
     ],
 )
 def test_a_parallel_size_that_does_not_fit_is_refused(

@@ -135,12 +135,7 @@ def test_a_matmul_is_rounded_once(replaced: None, name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("shape", [(700, 5, 6), (5, 700, 6), (6, 5, 700), (40, 40, 40), (1, 1, 1)])
 @pytest.mark.parametrize("addend", ["matrix", "bias", "column"])
 def test_a_large_matmul_in_pieces_is_rounded_once(
-    replaced: None,
-    monkeypatch: pytest.MonkeyPatch,
-    shape: tuple[int, int, int],
-    addend: str,
-    beta: float,
-    alpha: float,
+    replaced: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], addend: str, beta: float, alpha: float
 ) -> None:
     """Pieces along each dimension, with a remainder. An addend with factor 0 may hold NaN."""
     monkeypatch.setattr(cpu_matmul, "PIECE_ELEMENTS", 900)

@@ -136,10 +136,7 @@ def test_solutions_are_the_turns_that_solve_the_problem() -> None:
     }
     traces = list(quickstart_data._solutions({"P": {"conversations": conversations}}))
     assert [(t["problem"], t["source"]) for t in traces] == [("P", "A|0-Shot"), ("P", "A|5-Shot")]
-    assert traces[0]["messages"] == [
-        {"role": "user", "content": solve},
-        {"role": "assistant", "content": "It is 4."},
-    ]
+    assert traces[0]["messages"] == [{"role": "user", "content": solve}, {"role": "assistant", "content": "It is 4."}]
 
 
 def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,7 @@ def test_a_run_may_be_resumed_with_another_expert_parallel_size() -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "changed", "sizes"),
-    [
-        (64, {}, [1, 4, 8, 16, 32, 64]),
-        (12, {}, [1, 4]),
-        (16, {"lora": {"rank": 2, "alpha": 4}}, [1, 4, 8, 16]),
-    ],
+    [(64, {}, [1, 4, 8, 16, 32, 64]), (12, {}, [1, 4]), (16, {"lora": {"rank": 2, "alpha": 4}}, [1, 4, 8, 16])],
 )
 def test_a_plan_tries_other_expert_parallel_sizes(num_ranks: int, changed: dict[str, Any], sizes: list[int]) -> None:
     assert find_other_expert_sizes(derive_plan_settings(make_recipe(2, **changed)), num_ranks, SHAPE) == sizes

@@ -168,10 +168,7 @@ DECISIONS = [DOCS / "decisions.md", *(DOCS / "decisions").glob("*.md")]
 LIMITS: dict[str, tuple[int, Callable[[], int]]] = {
     "lines of Python in the package": (35_200, lambda: count_lines(PYTHON)),
     "Python files in the package": (172, lambda: len(PYTHON)),
-    "files with a function that receives a whole Recipe": (
-        15,
-        lambda: sum(map(receives_recipe, SOURCES.values())),
-    ),
+    "files with a function that receives a whole Recipe": (15, lambda: sum(map(receives_recipe, SOURCES.values()))),
     "lines of JavaScript, CSS and HTML in the package": (927, lambda: count_lines(PAGES)),
     "lines of Python in tests": (47_200, lambda: count_lines((REPOSITORY / "tests").rglob("*.py"))),
     "words of guides": (25_750, lambda: count_words(GUIDES)),

@@ -36,12 +36,7 @@ from vcore_ds.commands.report.runs import (
     read_runs,
     write_pictures,
 )
-from vcore_ds.commands.report.tables import (
-    encode_records,
-    results_table,
-    summarize,
-    weight_range,
-)
+from vcore_ds.commands.report.tables import encode_records, results_table, summarize, weight_range
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
 

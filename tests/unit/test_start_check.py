@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    GPT2Config,
-    OPTConfig,
-    PretrainedConfig,
-    SeedOssConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, OPTConfig, PretrainedConfig, SeedOssConfig
 
 from tests.helpers import tiny
 from vcore_ds.common.errors import UserError

@@ -252,8 +252,7 @@ def test_token_ids_beyond_the_models_vocabulary_are_refused(store: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
-    [({"chat_template": CHATML + " "}, "chat template"), ({"merges": (("a", "n"),)}, "tokenizer")],
+    ("changes", "what"), [({"chat_template": CHATML + " "}, "chat template"), ({"merges": (("a", "n"),)}, "tokenizer")]
 )
 def test_a_store_of_another_tokenizer_or_template_is_refused(store: Path, changes: dict, what: str) -> None:
     with pytest.raises(UserError, match=f"found tokens of another {what} .*make it again with `vcore-ds prepare`"):

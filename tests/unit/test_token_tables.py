@@ -6,16 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.commands.report.tokens import (
-    KIND,
-    KINDS,
-    POSITION,
-    SOURCE,
-    Row,
-    TokenTables,
-    TokenTexts,
-    make_tables,
-)
+from vcore_ds.commands.report.tokens import KIND, KINDS, POSITION, SOURCE, Row, TokenTables, TokenTexts, make_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.token_records import SequenceTokens, TokenRecord
 
@@ -117,7 +108,7 @@ def test_thirds_of_the_records_have_weights_of_their_own() -> None:
 
 def test_the_factor_of_a_sequence_is_part_of_its_weight() -> None:
     result = tabulate(
-        make_record(1, make_sequence(" a", share=0.8, i=2), make_sequence(" b", share=0.2, i=5), first_trusted_id=5),
+        make_record(1, make_sequence(" a", share=0.8, i=2), make_sequence(" b", share=0.2, i=5), first_trusted_id=5)
     )
     assert [(row.name, row.relative_weight) for row in result.groups[SOURCE]] == [
         ("training data", pytest.approx(1.6)),

@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.helpers.commands import HANG_SECONDS
-from vcore_ds.models.token_loss import (
-    PLAIN,
-    LogitTransform,
-    VocabularyShard,
-    loss_and_statistic,
-    token_loss,
-)
+from vcore_ds.models.token_loss import PLAIN, LogitTransform, VocabularyShard, loss_and_statistic, token_loss
 from vcore_ds.planning.settings import LossMemory
 
 module = importlib.import_module("vcore_ds.models.token_loss")

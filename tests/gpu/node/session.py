@@ -49,9 +49,6 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> tuple[Part, ...]:
             "Do steps equal the oracle's under every kind of parallelism?", make_rank_arguments(num_ranks, STEPS)
         ),
         "resume": ("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
-        "commands": (
-            "Do preflight, score and asynchronous checkpoints work?", ("-m", "tests.gpu.node.commands", *ranks, *shape)
-        ),
         "kill": ("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
         "layers": (
             "How fast are two layers of Qwen3-32B, and is their memory the plan's?",
