@@ -24,7 +24,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine import flat_shards
 from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.method.optimizers import adam_direction, blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import AdamStep, adam_direction, blend_momentum, muon_direction, muon_update
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import perturb_parameters
 
@@ -108,7 +108,7 @@ class OneByOne:
                 shards[id(parameter)] = take_shard(parameter, muon_direction(blend, (g * factor).to(dtype), beta))
                 continue
             g, m, v = (get(parameter, *key) for get, *key in LOCAL_GRADIENT_AND_MOMENTS)
-            shards[id(parameter)] = adam_direction(g * factor, m, v, step=step, betas=betas, eps=eps).to(dtype)
+            shards[id(parameter)] = adam_direction(g * factor, m, v, AdamStep(step, betas, eps)).to(dtype)
         return self._without_padding(shards)
 
     def muon_update(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from tests.experiments import task
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
-from vcore_ds.method.optimizers import adam_direction
+from vcore_ds.method.optimizers import AdamStep, adam_direction
 from vcore_ds.utility.low_rank import orthonormalize
 
 CLIP = 1.0  # largest 2-norm of the gradient and of the probe gradient
@@ -77,7 +77,7 @@ class Direction:
             state = self.optimizer.state.get(parameter, {})
             if self.setting.direction == "adam" and state:
                 moments = (state["exp_avg"], state["exp_avg_sq"])
-                g = adam_direction(g, *moments, step=int(state["step"]) + 1, betas=BETAS, eps=ADAM_EPS)
+                g = adam_direction(g, *moments, AdamStep(int(state["step"]) + 1, BETAS, ADAM_EPS))
             self.vector[name].lerp_(g, share)
         if (rank := self.setting.probe_rank) > 0:
             for name, matrix in self.vector.items():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vcore_ds.method.optimizers import adam_direction, blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import AdamStep, adam_direction, blend_momentum, muon_direction, muon_update
 
 BETA = 0.95
 SHAPES = [(6, 6), (5, 12), (12, 5), (3, 4, 7)]
@@ -112,7 +112,7 @@ def test_adams_direction_is_the_jacobian_of_the_update_times_the_gradient(num_st
     g = torch.randn(numel, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda x: compute_adam_update(x, m, v, k), g)
     assert torch.equal(jacobian, jacobian.diagonal().diag())  # each coordinate by itself
-    direction = adam_direction(g, m, v, step=k, betas=BETAS, eps=EPS)
+    direction = adam_direction(g, m, v, AdamStep(k, BETAS, EPS))
     torch.testing.assert_close(direction, jacobian @ g, rtol=1e-10, atol=1e-12)
 
 
@@ -137,7 +137,7 @@ def test_the_direction_is_the_derivative_of_adamws_real_step() -> None:
     forward, state = measure_update((1 + h) * g)
     backward, _ = measure_update((1 - h) * g)
     step = int(state["step"]) + 1
-    direction = adam_direction(g, state["exp_avg"], state["exp_avg_sq"], step=step, betas=BETAS, eps=EPS)
+    direction = adam_direction(g, state["exp_avg"], state["exp_avg_sq"], AdamStep(step, BETAS, EPS))
     torch.testing.assert_close(direction, (forward - backward) / (2 * h), rtol=1e-5, atol=1e-7)
 
 
@@ -146,5 +146,5 @@ def test_tiny_and_missing_gradients_give_a_finite_direction_of_adam(dtype: torch
     g = torch.tensor([0.0, 1e-30, 1e-20, -1e-12, 1e-4], dtype=dtype)
     zero = torch.zeros_like(g)
     for v in (zero, torch.full_like(g, 1e-38)):
-        direction = adam_direction(g, zero, v, step=3, betas=BETAS, eps=EPS)
+        direction = adam_direction(g, zero, v, AdamStep(3, BETAS, EPS))
         assert torch.isfinite(direction).all() and direction[0] == 0

@@ -185,10 +185,9 @@ def gather_objects(axis: Axis, value: Any, duplicate: dist.ProcessGroup | None =
     return gathered
 
 
-def average_replicas(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """Average in place over the replicas that another trainer (DDP) has in `group`. A collective."""
+def sum_replicas(group: dist.ProcessGroup, tensor: Tensor) -> None:
+    """Sum in place over the replicas that another trainer (DDP) has in `group`. A collective."""
     dist.all_reduce(tensor, group=group)
-    tensor /= group.size()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from vcore_ds.engine.flat_shards import (
 )
 from vcore_ds.engine.muon import Muon, ShardedMatrix, find_hidden_matrices, find_matrices
 from vcore_ds.method.objective import GlobalCounts
+from vcore_ds.method.optimizers import AdamStep
 from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
@@ -298,9 +299,32 @@ class Engine:
         states = list(self.optimizer.optimizer.state.values())
         return int(states[0]["step"]) if states and "step" in states[0] else 0
 
+    def adam_steps(self, sub_groups: Sequence[int]) -> list[AdamStep]:
+        """The optimizer's upcoming update of each of these flat tensors: the same for all."""
+        group = self.optimizer.param_groups[0]
+        return [AdamStep(self.num_updates + 1, group["betas"], group["eps"])] * len(sub_groups)
+
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradient in the shards. A collective."""
         return self.shards.norm(self.shards.gradients())
+
+    @property
+    def num_summed_ranks(self) -> int:
+        """Number of ranks over which `backward` sums gradients."""
+        return layout.size("shards")
+
+    def sum_over_data(self, values: list[float], sequence_parallel: int = 1) -> list[float]:
+        """Element-wise sum over the ranks with other sequences, in fp64. A collective."""
+        return layout.sum_over("data", values, sequence_parallel)
+
+    def count_globally(self, batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
+        """Count the sequences and supervised tokens of a batch over all ranks, by which losses are divided. A
+        collective. `batches`: this rank's, with one sequence-parallel size. `kept_only`: count only tokens kept by the
+        batch's mask."""
+        num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
+        counts = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
+        sequences, tokens = self.sum_over_data(counts, batches[0].sequence_parallel)
+        return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))
 
     def mean_over_replicas(self, values: Tensor) -> float:
         """Mean of values that are the same on all ranks: ZeRO-3's ranks share one model."""
@@ -339,12 +363,3 @@ class Engine:
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the model; required before a second engine in one process."""
         self.deepspeed.destroy()
-
-
-def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
-    """Count the sequences and supervised tokens of a batch over all ranks, by which losses are divided. A collective.
-    `batches`: this rank's, with one sequence-parallel size. `kept_only`: count only tokens kept by the batch's mask."""
-    num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
-    counts = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
-    sequences, tokens = layout.sum_over("data", counts, batches[0].sequence_parallel)
-    return GlobalCounts(num_sequences_global=int(sequences), num_supervised_tokens_global=int(tokens))

@@ -5,6 +5,8 @@ Muon: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the 
 in bf16 only.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -89,10 +91,19 @@ def _transpose_tall(matrix: Tensor, x: Tensor) -> Tensor:
     return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
 
-def adam_direction(
-    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, betas: tuple[float, float], eps: float
-) -> Tensor:
-    """`v_k = J_k g`: the probe direction matched to Adam (appendix "From the SGD Derivation to AdamW Implementation").
+class AdamStep(NamedTuple):
+    """What the upcoming update of a parameter by Adam depends on, besides gradient and moments. Decoupled weight decay
+    does not depend on the gradient."""
+
+    step: int  # number of the upcoming step, from 1
+    betas: tuple[float, float]
+    eps: float
+    rate: float = 1.0  # learning rate, relative to the largest of all parameters
+
+
+def adam_direction(gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, settings: AdamStep) -> Tensor:
+    """`v_k = J_k g`, times the relative rate: the probe direction matched to Adam (appendix "From the SGD Derivation to
+    AdamW Implementation").
 
     `J_k` is the diagonal Jacobian of Adam's update `d_k(g) = m_hat(g) / (sqrt(v_hat(g)) + eps)`,
 
@@ -104,14 +115,14 @@ def adam_direction(
     first, so that a larger gradient makes a smaller step.
 
     `gradient`: `g`, any shape, fp32. `exp_avg`, `exp_avg_sq`: the optimizer's buffers `m_{k-1}` and `v_{k-1}`, before
-    this step. `step`: `k`, number of the upcoming step, from 1; at k = 1 Adam's update is the sign of the gradient and
-    `J` vanishes up to eps: use the gradient itself then.
+    this step. At the first step of all parameters (k = 1) Adam's update is the sign of the gradient and `J` vanishes up
+    to eps: use the gradient itself then.
     """
-    beta1, beta2 = betas
+    step, (beta1, beta2), eps, rate = settings
     c1, c2 = (1 - beta1) / (1 - beta1**step), (1 - beta2) / (1 - beta2**step)
     m_hat = (exp_avg * beta1 + gradient * (1 - beta1)) / (1 - beta1**step)
     root = ((exp_avg_sq * beta2 + gradient * gradient * (1 - beta2)) / (1 - beta2**step)).sqrt()
     r = root + eps
     # In this order, because g / root is bounded; otherwise small gradients underflow to 0 / 0. Where root is 0, g is 0.
     reaction = torch.where(root > 0, gradient / torch.where(root > 0, root, 1.0), 0.0) * (m_hat / r) / r
-    return (c1 / r - c2 * reaction) * gradient
+    return (c1 / r - c2 * reaction) * (gradient if rate == 1.0 else gradient * rate)

@@ -19,7 +19,7 @@ from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.distributed.signals import Stops, stop_signals
 from vcore_ds.distributed.watchdog import get_position, mark
-from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, count_globally
+from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
 from vcore_ds.method.objective import Normalization, sequence_shares
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.hardware import peak_flops
@@ -282,7 +282,7 @@ def validate(trainer: Trainer, data: RunData) -> dict[str, float]:
 def held_out_loss(engine: Engine, batches: list[Batch], normalization: Normalization, progress: Progress) -> float:
     """Loss of one set with uniform weights, nats: the mean over its sequences of their tokens' mean, or over all tokens
     (`normalization`). A collective. `batches`: this rank's; `progress` counts their tokens."""
-    counts, total = count_globally(batches), 0.0
+    counts, total = engine.count_globally(batches), 0.0
     with engine.without_gradient():
         for batch in batches:
             losses = engine.token_losses(batch).cpu()
@@ -291,5 +291,4 @@ def held_out_loss(engine: Engine, batches: list[Batch], normalization: Normaliza
             shares = sequence_shares(num_tokens, counts, normalization)
             total += float((shares * sums / num_tokens.clamp_min(1)).sum())
             progress.advance(batch.input_ids.numel())
-    (total,) = layout.sum_over("data", [total], batches[0].sequence_parallel)
-    return total
+    return engine.sum_over_data([total], batches[0].sequence_parallel)[0]

@@ -11,7 +11,7 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
@@ -45,8 +45,8 @@ def train_step(
     (dropout, stochastic rounding), the same on all ranks. Raises NonFiniteLoss, NonFiniteGradient on all ranks alike,
     before anything was updated."""
     direction, main = estimator.direction, batches.main
-    counts = count_globally(main)
-    counts_kept = count_globally(main, kept_only=True) if method.drops_tokens else counts
+    counts = engine.count_globally(main)
+    counts_kept = engine.count_globally(main, kept_only=True) if method.drops_tokens else counts
     recorder.begin(method, counts)
     engine.seed_dropout(seed)
 

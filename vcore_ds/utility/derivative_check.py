@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from vcore_ds.data.batches import Batch
-from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode
@@ -76,7 +75,7 @@ def compare_derivatives(engine: Engine, batch: Batch, similar: Batch, *, fused: 
     main = ForwardMode(engine, direction, fused=fused).begin([batch])  # a separate JVP pass turns dropout on at its end
     with engine.without_dropout(), engine.accumulation(1):
         result = main.run(0)
-        engine.backward(result.losses.mean() / layout.size("shards"))
+        engine.backward(result.losses.mean() / engine.num_summed_ranks)
     assert result.utilities is not None and direction.norm is not None
     is_half = any(parameter.dtype in HALF_PRECISION for parameter in engine.module.parameters())  # adapters may be fp32
     derivatives = Derivatives(

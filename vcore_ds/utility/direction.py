@@ -19,7 +19,7 @@ from vcore_ds.engine.flat_shards import (
     unsharded_shape,
 )
 from vcore_ds.engine.muon import write_muon_direction
-from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
+from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
 from vcore_ds.method.optimizers import adam_direction
 from vcore_ds.method.weights import segment_sum, uniform_weights
@@ -105,7 +105,7 @@ class Direction:
             self._tangents, self.buffers = None, self._make_zero_buffers()
         self._store(factor, with_moments=optimizer != "sgd" and self._engine.num_updates > 0)
         self.norm = self._engine.shards.norm(self.buffers)
-        loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
+        loss = self._engine.sum_over_data([loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
             quantity = "gradient" if math.isfinite(loss) else "loss"
             sequences = describe_sequences([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
@@ -119,7 +119,7 @@ class Direction:
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
         """Accumulate the probe gradient in the engine's shards; return this rank's term of the probe loss."""
         engine, parts = self._engine, []
-        counts = count_globally(batches)
+        counts = engine.count_globally(batches)
         with engine.without_dropout(), engine.accumulation(len(batches)):
             for batch in batches:
                 losses = engine.token_losses(batch)
@@ -138,26 +138,31 @@ class Direction:
         """Store the engine's gradient, multiplied by `factor` and, with moments, by the transposed Jacobian of the
         optimizer's update."""
         engine, shards = self._engine, self._engine.shards
-        gradients, settings, moments = shards.gradients(), {}, []
+        gradients, moments, steps = shards.gradients(), [], []
         matrices = engine.matrices if with_moments else {}
         rest = [i for i in range(len(gradients)) if i not in matrices]
         if with_moments:
-            settings = engine.optimizer.param_groups[0]  # the same in all groups
+            steps = engine.adam_steps(rest)
             moments = [shards.optimizer_state(key, rest) for key in ("exp_avg", "exp_avg_sq")]
-        parts, gradients_of_rest = ([vector[i] for i in rest] for vector in (self.buffers, gradients))
-        for part, gradient, *adam_moments in iterate_chunks(parts, gradients_of_rest, *moments):
-            gradient = gradient.to(engine.device)
-            if factor != 1.0:
-                gradient = gradient * factor
-            if with_moments:
-                exp_avg, exp_avg_sq = (moment.to(engine.device) for moment in adam_moments)
-                step, betas, eps = engine.num_updates + 1, settings["betas"], settings["eps"]
-                gradient = adam_direction(gradient, exp_avg, exp_avg_sq, step=step, betas=betas, eps=eps)
-            part.copy_(gradient)
+        for number, i in enumerate(rest):
+            vectors = ([vector] for vector in (self.buffers[i], gradients[i], *(moment[number] for moment in moments)))
+            for part, gradient, *adam_moments in iterate_chunks(*vectors):
+                gradient = gradient.to(engine.device)
+                if factor != 1.0:
+                    gradient = gradient * factor
+                if with_moments:
+                    exp_avg, exp_avg_sq = (moment.to(engine.device) for moment in adam_moments)
+                    gradient = adam_direction(gradient, exp_avg, exp_avg_sq, steps[number])
+                part.copy_(gradient)
         for i, in_group in matrices.items():
             (momentum,) = shards.optimizer_state("momentum_buffer", [i])
             write_muon_direction(
-                in_group, gradients[i], momentum, self.buffers[i], factor=factor, beta=settings["momentum"]
+                in_group,
+                gradients[i],
+                momentum,
+                self.buffers[i],
+                factor=factor,
+                beta=engine.optimizer.param_groups[0]["momentum"],  # the same in all groups
             )
 
     def _make_zero_buffers(self) -> list[Tensor]:

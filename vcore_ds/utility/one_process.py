@@ -2,7 +2,8 @@
 trainers: the passes of a run, without sharding. Public through `vcore_ds`."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.batches import IGNORED_LABEL, Batch
+from vcore_ds.data.batches import IGNORED_LABEL, Batch, idle_batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
@@ -23,15 +24,12 @@ from vcore_ds.models.causal_lm import use_eager_attention
 from vcore_ds.utility.derivative_check import NUM_COMPARED, compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
-from vcore_ds.utility.unsharded import UnshardedEngine, unsharded_engine
+from vcore_ds.utility.unsharded import MODEL_PREFIX, UnshardedEngine, unsharded_engine
 
 _NUM_CHECKED = 32
 
 _TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest mean difference, nats, of losses by kernels that round differently; 1e-4 in other dtypes."""
-
-_WRAPPER = "causal_lm."
-"""Prefix that `TokenLossModel` adds to the names of a model's parameters."""
 
 
 @dataclass(frozen=True)
@@ -61,39 +59,34 @@ def probe_direction(
     `model`: a causal language model of transformers, or peft's around one, on one device. `batches`: each with
     `input_ids` and `labels`, `[b, T]`; labels are not shifted, and -100 for tokens that are not supervised; an
     `attention_mask`, if given, is 1 and then 0 in each row. `normalization`: `sequence` for the mean over sequences of
-    the mean over their tokens, `token` for the mean over all tokens. `optimizer`: Adam or AdamW of the model, whose
-    next update's Jacobian the gradient is multiplied by (`probe.direction: adam`); None, or one that has made no step,
-    for the gradient itself. `clip`: upper bound of the gradient's norm, with Adam that of the training, because its
+    the mean over their tokens, `token` for the mean over all tokens. `optimizer`: torch's AdamW of the model, or Adam
+    without coupled weight decay, whose next update's Jacobian the gradient is multiplied by (`probe.direction: adam`),
+    and by each group's learning rate, relative to the largest; None, or one that has made no step, for the gradient
+    itself. `clip`: upper bound of the gradient's norm, with Adam that of the training, because its
     moments are those of clipped gradients; None for none. Raises UserError if the model, the optimizer or a batch
     cannot be used, or loss or gradient is inf or NaN.
     """
     with unsharded_engine(model, optimizer) as engine:
-        return _compute_direction(engine, batches, normalization=normalization, clip=clip)
+        probe_batches = [_read_batch(batch) for batch in batches]
+        if not probe_batches:
+            raise UserError("batches: found none; expected at least one batch of probe sequences")
+        _check_losses(engine, probe_batches[0])
+        _check_derivatives(engine, probe_batches[0])
+        return _compute_direction(engine, probe_batches, normalization=normalization, clip=clip)
 
 
 def _compute_direction(
-    engine: UnshardedEngine,
-    batches: Iterable[Mapping[str, Tensor]],
-    *,
-    normalization: Normalization,
-    clip: float | None,
-    is_checked: bool = False,
+    engine: UnshardedEngine, probe_batches: Sequence[Batch], *, normalization: Normalization, clip: float | None
 ) -> ProbeDirection:
-    """As `probe_direction`. `is_checked`: whether the model's losses and derivatives were compared before."""
-    probe_batches = [_read_batch(batch) for batch in batches]
-    if not probe_batches:
-        raise UserError("batches: found none; expected at least one batch of probe sequences")
+    """As `probe_direction`, without checks of the model."""
     direction = Direction(engine)
     try:
-        if not is_checked:
-            _check_losses(engine, probe_batches[0])
-            _check_derivatives(engine, probe_batches[0])
         rule: Literal["adam", "sgd"] = "adam" if engine.num_updates else "sgd"
         probe = direction.compute(probe_batches, normalization=normalization, clip=clip, optimizer=rule)
     except NonFiniteLoss as error:
         raise UserError(f"batches: {error}") from None
     pairs = zip(engine.trainable, direction.buffers, strict=True)
-    gradient = {name.removeprefix(_WRAPPER): flat.view(parameter.shape) for (name, parameter), flat in pairs}
+    gradient = {name.removeprefix(MODEL_PREFIX): flat.view(parameter.shape) for (name, parameter), flat in pairs}
     return ProbeDirection(gradient, probe.loss, probe.gradient_norm)
 
 
@@ -162,11 +155,15 @@ class VcoreLoss:
 
     The loss is a mean over the sequences of the batch, with a graph: use it as the model's own, divided by the number
     of accumulation steps if there are several (alpha is then that of each part). Under DDP pass DDP's module: each rank
-    calls with its own batch, and probe gradient and alpha are averaged over the ranks.
+    calls with its own batch and part of the probe, of which some ranks may have no supervised token; probe, alpha and
+    the mean of the ranks' losses are those of all ranks' sequences.
+
+    Another model or optimizer, fewer steps than before, or other trained parameters are another training, which begins
+    with another direction.
 
     Attributes:
         direction: the probe direction in use; None before the first call.
-        uniform_loss: mean cross-entropy of the last batch in nats, a scalar, to compare methods by.
+        uniform_loss: mean cross-entropy of the last batch (of all ranks) in nats, a scalar, to compare methods by.
         alpha: variance-control factor of the last batch, a scalar.
     """
 
@@ -186,6 +183,7 @@ class VcoreLoss:
         self._draw_probe = probe_batches if callable(probe_batches) else partial(list, [*probe_batches])
         self._kl_budget, self._alpha_cap, self._clip, self._every = kl_budget, alpha_cap, clip, every
         self._step, self._step_of_direction = 0, 0
+        self._training: tuple[weakref.ref[Any], ...] = ()  # model and optimizer, not kept alive
         self.direction: ProbeDirection | None = None
         self.uniform_loss = self.alpha = torch.tensor(torch.nan)
 
@@ -197,35 +195,59 @@ class VcoreLoss:
         `optimizer`: AdamW of the model, for directions matched to it; None for the gradient itself. Raises UserError
         as `probe_direction` and `token_utilities`.
         """
-        base, average = model, None
+        base, replicas = model, None
         if isinstance(model, DistributedDataParallel):
-            base, average = model.module, partial(layout.average_replicas, model.process_group)
-        parsed = _read_batch(batch)
-        with unsharded_engine(base, optimizer, average) as engine:
-            self._step = self._step + 1 if optimizer is None else engine.num_updates
-            if self.direction is None or self._step >= self._step_of_direction + self._every:
-                is_checked = self.direction is not None
-                self.direction = _compute_direction(
-                    engine, self._draw_probe(), normalization="sequence", clip=self._clip, is_checked=is_checked
-                )
-                self._step_of_direction = self._step
-            utilities = _compute_utilities(engine, parsed, self.direction)
+            base, replicas = model.module, model.process_group
+        parsed = _read_batch(batch, needs_tokens=False)
+        with unsharded_engine(base, optimizer, replicas) as engine:
+            num_sequences = _count_sequences(engine, [parsed], "batch")
+            direction = self._take_direction(engine, base, optimizer, parsed)
+            utilities = _compute_utilities(engine, parsed, direction)
         labels = batch["labels"].to(utilities.device)
         weights = gibbs_weights(utilities, labels, kl_budget=self._kl_budget)[:, 1:]
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         logits = model(**inputs, use_cache=False).logits[:, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the dtype of a run's losses
         losses = cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=IGNORED_LABEL)
-        num_tokens = _find_supervised(labels).sum(1)
-        has_tokens = num_tokens > 0
-        weighted = (weights.to(losses.dtype) * losses).sum(1)[has_tokens].mean()
-        uniform = (losses.detach().sum(1)[has_tokens] / num_tokens[has_tokens]).mean()
-        means = torch.stack([uniform, weighted.detach()])
-        if average is not None:
-            average(means)
+        num_tokens = _find_supervised(labels).sum(1).clamp_min(1)
+        weighted = (weights.to(losses.dtype) * losses).sum() / num_sequences
+        means = torch.stack([(losses.detach().sum(1) / num_tokens).sum() / num_sequences, weighted.detach()])
+        if replicas is not None:
+            layout.sum_replicas(replicas, means)
         self.uniform_loss = means[0]
         self.alpha = loss_ratio_alpha(means[0], means[1], self._alpha_cap).to(losses)
-        return self.alpha * weighted
+        return self.alpha * weighted * engine.num_summed_ranks  # DDP averages gradients over ranks
+
+    def _take_direction(
+        self, engine: UnshardedEngine, model: nn.Module, optimizer: Optimizer | None, batch: Batch
+    ) -> ProbeDirection:
+        """Return the direction in use, of a new probe if that is due. A collective. `batch`: this rank's, for the
+        checks of another model."""
+        step, owner = (self._step + 1, model) if optimizer is None else (engine.num_updates, optimizer)
+        direction, training = self.direction, [ref() for ref in self._training]
+        names = {name.removeprefix(MODEL_PREFIX) for name, _ in engine.trainable}
+        is_same = direction is not None and training == [model, owner] and direction.gradient.keys() == names
+        if direction is None or not (is_same and 0 <= step - self._step_of_direction < self._every):
+            if training[:1] != [model]:
+                _check_losses(engine, batch)
+                _check_derivatives(engine, batch)
+            probe = [_read_batch(part, needs_tokens=False) for part in self._draw_probe()] or [idle_batch(0)]
+            _count_sequences(engine, probe, "probe_batches")
+            self.direction = direction = _compute_direction(engine, probe, normalization="sequence", clip=self._clip)
+            self._step_of_direction, self._training = step, (weakref.ref(model), weakref.ref(owner))
+        self._step = step
+        return direction
+
+
+def _count_sequences(engine: UnshardedEngine, batches: Sequence[Batch], name: str) -> int:
+    """Count the sequences with supervised tokens of all ranks. A collective. Raises UserError on all of them if there
+    are none."""
+    num_sequences = engine.count_globally(batches).num_sequences_global
+    if num_sequences == 0:
+        where = "" if engine.replicas is None else " on any rank"
+        expected = "expected labels other than -100 behind the first token"
+        raise UserError(f"{name}: found no supervised token{where}; {expected}")
+    return num_sequences
 
 
 def _find_supervised(labels: Tensor) -> Tensor:
@@ -242,16 +264,17 @@ def _scatter(values: Tensor, labels: Tensor) -> Tensor:
     return result
 
 
-def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
-    """Convert a batch of right-padded, unpacked sequences. Raises UserError for another one."""
+def _read_batch(batch: Mapping[str, Tensor], *, needs_tokens: bool = True) -> Batch:
+    """Convert a batch of right-padded, unpacked sequences. Raises UserError for another one, and if `needs_tokens` for
+    one without supervised tokens."""
     if missing := {"input_ids", "labels"} - batch.keys():
         raise UserError(f"batch: found no {min(missing)}; expected input_ids and labels, [b, T]")
     # Cloned, since the graph cannot save tensors of torch.inference_mode.
     input_ids, labels = (batch[name].cpu().long().clone() for name in ("input_ids", "labels"))
-    if input_ids.dim() != 2 or input_ids.shape != labels.shape:
+    if input_ids.dim() != 2 or input_ids.shape != labels.shape or input_ids.numel() == 0:
         shapes = f"{list(input_ids.shape)} and {list(labels.shape)}"
         raise UserError(f"batch: found input_ids and labels of shapes {shapes}; expected the same [b, T]")
-    if not bool(_find_supervised(labels).any()):
+    if needs_tokens and not bool(_find_supervised(labels).any()):
         raise UserError("batch: found no supervised token; expected labels other than -100 behind the first token")
     columns = torch.arange(labels.shape[1])
     positions = batch.get("position_ids")
@@ -271,7 +294,7 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
 
 def _read_direction(engine: UnshardedEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
     """Flatten a vector by names into the order of the trained parameters."""
-    parameters = {name.removeprefix(_WRAPPER): parameter for name, parameter in engine.trainable}
+    parameters = {name.removeprefix(MODEL_PREFIX): parameter for name, parameter in engine.trainable}
     for name, tensor in gradient.items():
         if name not in parameters:
             raise UserError(f"direction: found {name}; expected trained parameters, such as {next(iter(parameters))}")

@@ -1,7 +1,8 @@
 """Any Hugging Face model as an engine of one process, without DeepSpeed, for utilities in a notebook or another
 trainer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,16 +10,22 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed import ProcessGroup
+from torch.optim import Adam, Optimizer
 from transformers import PreTrainedModel
 
 from vcore_ds.common.errors import UserError
+from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import FlatShards, ShardPosition, as_partitioned
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.method.optimizers import AdamStep
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.description import can_replace_attention
 from vcore_ds.models.experts import OUR_EXPERTS, uses_our_experts
+
+MODEL_PREFIX = "causal_lm."
+"""Prefix that `TokenLossModel` adds to the names of a model's parameters."""
 
 
 class UnshardedVectors(FlatShards):
@@ -39,9 +46,12 @@ class UnshardedVectors(FlatShards):
         return self.sums
 
     def optimizer_state(self, key: str, sub_groups: Iterable[int] | None = None) -> list[Tensor]:
+        """As `FlatShards.optimizer_state`; zeros for parameters that the optimizer has not updated yet."""
         assert self._optimizer is not None
         chosen = self._trainable if sub_groups is None else [self._trainable[i] for i in sub_groups]
-        return [self._optimizer.state[parameter][key].flatten() for parameter in chosen]
+        states = [self._optimizer.state.get(parameter, {}) for parameter in chosen]
+        pairs = zip(chosen, states, strict=True)
+        return [s[key].flatten() if key in s else torch.zeros_like(p).flatten() for p, s in pairs]
 
 
 class UnshardedEngine(Engine):
@@ -51,24 +61,39 @@ class UnshardedEngine(Engine):
     shards: UnshardedVectors
 
     def __init__(
-        self, model: TokenLossModel, optimizer: Optimizer | None = None, average: Callable[[Tensor], None] | None = None
+        self,
+        model: TokenLossModel,
+        optimizer: Optimizer | None = None,
+        replicas: ProcessGroup | None = None,
     ):
-        """`model`: in evaluation mode, without dropout. `optimizer`: of the trainer. `average`: averages a gradient
-        over replicas of the model, in place."""
+        """`model`: in evaluation mode, without dropout. `optimizer`: of the trainer. `replicas`: ranks with other
+        sequences for the same model, over which gradients are summed; None for this process alone."""
         self.module = model
         self.trainable = [(name, as_partitioned(p)) for name, p in model.named_parameters() if p.requires_grad]
         self.shards = UnshardedVectors([parameter for _, parameter in self.trainable], optimizer)
-        self.matrices, self.average, self._num_updates = {}, average, 0
-        if optimizer is not None:
-            self.optimizer = optimizer
-            self._num_updates = _count_updates(optimizer, [parameter for _, parameter in self.trainable])
+        self.matrices, self.replicas = {}, replicas
+        self._steps = [] if optimizer is None else read_adam_steps(optimizer, self.trainable)
         self.device = self.trainable[0][1].device
         self._dropouts = []
         self._experts = [module for module in model.modules() if uses_our_experts(module)]
 
     @property
     def num_updates(self) -> int:
-        return self._num_updates
+        return max((step.step - 1 for step in self._steps), default=0)
+
+    def adam_steps(self, sub_groups: Sequence[int]) -> list[AdamStep]:
+        return [self._steps[i] for i in sub_groups]
+
+    @property
+    def num_summed_ranks(self) -> int:
+        return 1 if self.replicas is None else self.replicas.size()
+
+    def sum_over_data(self, values: list[float], sequence_parallel: int = 1) -> list[float]:
+        if self.replicas is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        layout.sum_replicas(self.replicas, total)
+        return total.tolist()
 
     def _call_model(self, **inputs: object) -> Tensor:
         return self.module(**inputs)
@@ -100,42 +125,67 @@ class UnshardedEngine(Engine):
             for hook, parameter, gradient in zip(hooks, parameters, before, strict=True):
                 hook.remove()
                 parameter.grad = gradient
-        if self.average is not None:
+        if self.replicas is not None:
             for total in self.shards.sums:
-                self.average(total)
+                layout.sum_replicas(self.replicas, total)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def mean_over_replicas(self, values: Tensor) -> float:
-        mean = values.double().mean()
-        if self.average is not None:
-            self.average(mean)
-        return float(mean)
+        return self.sum_over_data([float(values.double().mean())])[0] / self.num_summed_ranks
 
 
-def _count_updates(optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> int:
-    """Number of steps that the optimizer has made. Raises UserError for another one than Adam or AdamW."""
-    settings = [(group.get("betas"), group.get("eps")) for group in optimizer.param_groups]
-    states = [optimizer.state.get(parameter, {}) for parameter in trained]
-    is_new = not any(states)
-    has_moments = is_new or all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in states)
-    if None in settings[0] or any(setting != settings[0] for setting in settings) or not has_moments:
-        raise UserError(
-            f"optimizer: found {type(optimizer).__name__}; expected AdamW, with the same betas and eps for all trained "
-            "parameters, and moments of each once it has made a step"
+def read_adam_steps(optimizer: Optimizer, trained: Sequence[tuple[str, nn.Parameter]]) -> list[AdamStep]:
+    """Read what the optimizer's upcoming update of each trained parameter depends on. Raises UserError for an optimizer
+    with another update than that of `adam_direction`, or of other parameters."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate's wrapper
+        optimizer = inner
+    kind = type(optimizer)
+    if inspect.unwrap(kind.step) is not inspect.unwrap(Adam.step):  # PyTorch wraps the function for its profiler
+        raise _refuse_optimizer(kind.__name__)
+    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in trained if id(parameter) not in group_of]
+    if missing:
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        found = f"{missing[0].removeprefix(MODEL_PREFIX)}{more}, of which the model requires gradients"
+        raise _refuse_optimizer(f"{kind.__name__} without {found}")
+    groups = [group_of[id(parameter)] for _, parameter in trained]
+    for group in groups:
+        decay = 0 if group["decoupled_weight_decay"] else group["weight_decay"]
+        options = ("maximize", group["maximize"]), ("amsgrad", group["amsgrad"]), (f"weight_decay {decay}", decay)
+        for name, is_set in options:
+            if is_set:
+                raise _refuse_optimizer(f"{kind.__name__} with {name}")
+    rates = [float(group["lr"]) for group in groups]
+    largest = max(rates)  # 0 at the start of a warm-up
+    states = [optimizer.state.get(parameter, {}) for _, parameter in trained]
+    return [
+        AdamStep(
+            int(state.get("step", 0)) + 1,
+            (float(group["betas"][0]), float(group["betas"][1])),
+            float(group["eps"]),
+            rate / largest if largest else 1.0,
         )
-    return 0 if is_new else int(states[0]["step"])
+        for group, state, rate in zip(groups, states, rates, strict=True)
+    ]
+
+
+def _refuse_optimizer(found: str) -> UserError:
+    return UserError(
+        f"optimizer: found {found}; expected torch's AdamW, or Adam without coupled weight decay, of all trained "
+        "parameters, without amsgrad and maximize; or None, for the gradient itself"
+    )
 
 
 @contextmanager
 def unsharded_engine(
-    model: nn.Module, optimizer: Optimizer | None = None, average: Callable[[Tensor], None] | None = None
+    model: nn.Module, optimizer: Optimizer | None = None, replicas: ProcessGroup | None = None
 ) -> Iterator[UnshardedEngine]:
     """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
-    device), which is restored on exit; autocast is off within it. `optimizer`, `average`: see `UnshardedEngine`. Raises
-    UserError for another model or optimizer, a model without trained parameters, or whose attention has no forward-mode
-    derivative, or in inference mode."""
+    device), which is restored on exit; within it autocast and torch.compile are off. `optimizer`, `replicas`: see
+    `UnshardedEngine`. Raises UserError for another model or optimizer, a model without trained parameters, or whose
+    attention has no forward-mode derivative, or in inference mode."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not (
         isinstance(model, PreTrainedModel | PeftModel)
@@ -156,12 +206,14 @@ def unsharded_engine(
         raise _refuse(f"a {type(base).__name__}", "an attention that can be replaced (docs/models.md)")
     config = base.config.get_text_config()
     attention, experts = config._attn_implementation, config._experts_implementation
-    with _restoring(model), torch.autocast(trained[0].device.type, enabled=False):
+    # Dynamo would run layers that are compiled one by one as they were, without tangents, or crash.
+    without_compilation = torch.compiler.set_stance("force_eager")
+    with _restoring(model), torch.autocast(trained[0].device.type, enabled=False), without_compilation:
         try:
             config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
             # Accelerate wraps `forward` in autocast, which would round the passes.
             model.forward = vars(model).get("_original_forward", model.forward)  # type: ignore[method-assign]
-            yield UnshardedEngine(TokenLossModel(model.eval()).eval(), optimizer, average)
+            yield UnshardedEngine(TokenLossModel(model.eval()).eval(), optimizer, replicas)
         finally:
             config._attn_implementation, config._experts_implementation = attention, experts
 
