@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, 
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import PreTrainedModel
 
 import vcore_ds
@@ -47,6 +50,9 @@ def make_model(kind: str) -> Model:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.05)
+        for module in model.modules():
+            if type(module) is nn.Dropout:  # its hook stays, though the model's own dropout is replaced
+                module.register_forward_hook(lambda module, inputs, output: 1.5 * output)
     for module in model.double().modules():
         if type(module).__name__.endswith("RMSNorm"):  # Hugging Face's computes in fp32 whatever the dtype is
             module.forward = make_exact_rms_norm(module)
@@ -216,11 +222,37 @@ def make_bidirectional() -> Model:
     return model
 
 
+class ScaledLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def change_head(change: Callable[[Any], object]) -> Model:
+    """A model whose head computes other logits than a linear layer of its weight."""
+    model = make_model("full")
+    change(model.get_output_embeddings())
+    return model
+
+
+def override_forward(head: Any) -> None:
+    head.forward = lambda hidden: 2 * nn.Linear.forward(head, hidden)
+
+
 def make_partial() -> Model:
     """Its second layer drops tangents."""
     model = tiny.qwen3()
     model.model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
     return model
+
+
+HEAD_CHANGES: list[Callable[[Any], object]] = [
+    lambda head: head.register_forward_hook(lambda module, inputs, output: 2 * output),
+    lambda head: head.register_forward_pre_hook(lambda module, inputs: 2 * inputs[0]),
+    lambda head: head.register_full_backward_hook(lambda module, inputs, outputs: inputs),
+    lambda head: setattr(head, "__class__", ScaledLinear),
+    override_forward,
+    weight_norm,
+]
 
 
 def find_direction(model: nn.Module, *batches: dict[str, Tensor]) -> None:
@@ -262,6 +294,7 @@ def find_direction(model: nn.Module, *batches: dict[str, Tensor]) -> None:
         (lambda: find_direction(make_prompted(PrefixTuningConfig)), r"model: found PREFIX_TUNING.* virtual tokens"),
         (lambda: find_direction(make_bidirectional()), "model: found a Qwen3ForCausalLM, whose own forward"),
         (lambda: vcore_ds.token_utilities(make_bidirectional(), BATCH, {}), "whose own forward"),
+        *((partial(find_direction, change_head(change)), "the output embedding is") for change in HEAD_CHANGES),
         (lambda: find_direction(make_partial()), "forward and reverse mode disagree"),
         (lambda: find_direction(make_model("full").requires_grad_(False)), "found no parameter that requires"),
     ],

@@ -22,7 +22,7 @@ from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.models.attention import OUR_ATTENTION, SequenceLayout
 from vcore_ds.models.attention_kernels import keep_attention_outputs
 from vcore_ds.models.description import find_auto_class, read_model, refuse_unreadable_model, resolve_attention
-from vcore_ds.models.dropout import use_token_dropout
+from vcore_ds.models.dropout import is_modified, use_token_dropout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.pointwise import use_formulas
@@ -151,10 +151,10 @@ class TokenLossModel(nn.Module):
         differentiate_all_rows(causal_lm)
         base = self.base
         head = base.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        if type(head) is not nn.Linear or head.bias is not None or is_modified(head):
             raise UserError(
                 f"{base.config.model_type}: the output embedding is {head}; expected a plain linear layer without a "
-                "bias (LoRA on the output embedding is not supported)"
+                "bias, hooks or another forward (LoRA on the output embedding is not supported)"
             )
         base.set_output_embeddings(TokenLossHead(head.weight, read_logit_transform(base.config)))
 

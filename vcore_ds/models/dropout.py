@@ -47,12 +47,18 @@ class TokenDropout(nn.Dropout):
         return x * mask * (1 / (1 - self.p))
 
 
+def is_modified(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own, which a replacement would lose."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return "forward" in vars(module) or any(hooks)
+
+
 def use_token_dropout(model: nn.Module) -> None:
-    """Replace every dropout module with p > 0 of a model, in place."""
+    """Replace every dropout module with p > 0 of a model, in place; not those that have been modified."""
     number = 0
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Dropout and child.p > 0:
+            if type(child) is nn.Dropout and child.p > 0 and not is_modified(child):
                 setattr(module, name, TokenDropout(child.p, number).train(child.training))
                 number += 1
 

@@ -113,7 +113,7 @@ def _compute_utilities(
     gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
     buffers = _read_direction(engine, gradient)
     (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [batch])
-    if not bool(torch.isfinite(utilities).all()):
+    if not engine.is_true_everywhere(bool(torch.isfinite(utilities).all())):
         raise UserError("direction: found a utility that is inf or NaN; expected a finite direction, loss and model")
     return _scatter(utilities, batch.labels)
 
@@ -307,10 +307,16 @@ def _read_direction(engine: UnshardedEngine, gradient: Mapping[str, Tensor]) -> 
 # The checks of `training.start_checks` that need no second sequence, on the first tokens of a batch.
 
 
+def _take_text(batch: Batch, num_tokens: int) -> Tensor:
+    """The first tokens of a batch, `[1, n]`, at least two."""
+    ids = batch.input_ids[:1, :num_tokens]
+    return ids if ids.shape[1] > 1 else ids.repeat(1, 2)
+
+
 def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare the losses of the first tokens with those of the model's own forward. Raises UserError if they differ:
     the architecture is not causal, has other positions, or computes its logits in another way."""
-    ids = batch.input_ids[:1, :_NUM_CHECKED]
+    ids = _take_text(batch, _NUM_CHECKED)
     model: Any = engine.module
     with engine.without_gradient():
         losses = engine.token_losses(Batch([0], ids, ids))
@@ -318,7 +324,8 @@ def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
             logits = model.causal_lm(input_ids=ids.to(engine.device), use_cache=False).logits
     expected = cross_entropy(logits[0, :-1].to(losses.dtype), ids[0, 1:].to(engine.device), reduction="none")
     difference = float((losses - expected).abs().mean())
-    if not difference <= _TOLERANCE.get(engine.trainable[0][1].dtype, 1e-4) and bool(expected.isfinite().all()):
+    is_equal = difference <= _TOLERANCE.get(engine.trainable[0][1].dtype, 1e-4) or not bool(expected.isfinite().all())
+    if not engine.is_true_everywhere(is_equal):
         raise UserError(
             f"model: found a {type(engine.module.base).__name__}, whose own forward has other losses than a causal "
             f"language model's (by {difference:.2g} nats in the mean); expected a decoder-only model (docs/models.md)"
@@ -328,7 +335,7 @@ def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
 def _check_derivatives(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare both modes on the first tokens (`utility.derivative_check`). Raises UserError if they differ, as where an
     architecture's forward disables gradients: forward mode differentiates there."""
-    ids = batch.input_ids[:1, :NUM_COMPARED]
+    ids = _take_text(batch, NUM_COMPARED)
     similar = ids[:, 1:] if ids.shape[1] > 2 else ids
     derivatives = compare_derivatives(engine, Batch([0], ids, ids), Batch([0], similar, similar))
     if not derivatives.agree:

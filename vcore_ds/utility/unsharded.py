@@ -95,6 +95,10 @@ class UnshardedEngine(Engine):
         layout.sum_replicas(self.replicas, total)
         return total.tolist()
 
+    def is_true_everywhere(self, condition: bool) -> bool:
+        """Whether a condition holds on all replicas, so that all of them raise or none. A collective."""
+        return self.sum_over_data([float(not condition)]) == [0.0]
+
     def _call_model(self, **inputs: object) -> Tensor:
         return self.module(**inputs)
 
