@@ -151,7 +151,7 @@ class TokenLossModel(nn.Module):
         differentiate_all_rows(causal_lm)
         base = self.base
         head = base.get_output_embeddings()
-        if type(head) is not nn.Linear or head.bias is not None or is_modified(head):
+        if type(head) is not nn.Linear or getattr(head, "bias", None) is not None or is_modified(head):
             raise UserError(
                 f"{base.config.model_type}: the output embedding is {head}; expected a plain linear layer without a "
                 "bias, hooks or another forward (LoRA on the output embedding is not supported)"
