@@ -190,11 +190,12 @@ def compare_modes() -> dict[str, Derivatives]:
     ids = random.integers(1, tiny.VOCABULARY, 61, dtype=np.int32)
     ids[[0, -1]] = tiny.PADDING
     feed: Any = SimpleNamespace(dataset=[TokenizedSequence(0, ids, np.arange(61) > 9)])
-    for name in ("correct", "wrong", "tied", "tied, wrong", "bf16", "bf16, wrong"):
+    for name in ("correct", "wrong", "tied", "tied, wrong", "bf16", "bf16, wrong", "lora", "lora, wrong"):
         recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16" if "bf16" in name else "fp32"})
         model = tiny.token_loss_model(
-            moe_kind=None if "tied" in name else "qwen3_moe",
+            moe_kind=None if "tied" in name or "lora" in name else "qwen3_moe",
             tied="tied" in name,
+            lora="lora" in name,
             dtype=torch.bfloat16 if "bf16" in name else torch.float32,
         )
         if name == "tied, wrong":
@@ -203,15 +204,22 @@ def compare_modes() -> dict[str, Derivatives]:
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
         batch, similar = (collate([take_ending(engine, feed, 0, num_tokens)], tiny.PADDING) for num_tokens in (32, 31))
+        if "lora" in name:  # its adapters begin with B = 0 and hide the tangents of A
+            with engine.changing_shards():
+                for parameter_name, parameter in engine.trainable:
+                    if "lora_B" in parameter_name:
+                        engine.shards.shard(engine.shards.parameters(), parameter).zero_()
+        before = [shard.clone() for shard in engine.shards.parameters()]
         modes[name] = compare_derivatives(engine, batch, similar, fused=True)
+        assert all(map(torch.equal, before, engine.shards.parameters()))
         engine.close()
     return modes
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "least"),
-    [("correct", "wrong", 100), ("tied", "tied, wrong", 10), ("bf16", "bf16, wrong", 2)],
-    ids=["forward", "reverse", "forward in bf16"],
+    [("lora", "lora, wrong", 10), ("correct", "wrong", 100), ("tied", "tied, wrong", 10), ("bf16", "bf16, wrong", 2)],
+    ids=["adapters", "forward", "reverse", "forward in bf16"],
 )
 def test_the_gradients_norm_shows_a_wrong_mode(results_on_one_rank, name: str, wrong: str, least: float) -> None:
     """`least`: times the tolerance."""

@@ -3,7 +3,7 @@ trainer."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,9 @@ class UnshardedVectors(FlatShards):
         }
         self._counted_spans = None
         self.sums: list[Tensor] = []
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter.data.flatten() for parameter in self._trainable]  # views if contiguous
 
     def gradients(self) -> list[Tensor]:
         """The gradient in fp32 (fp64 for fp64 parameters) of the last accumulation."""
@@ -132,6 +135,10 @@ class UnshardedEngine(Engine):
         if self.replicas is not None:
             for total in self.shards.sums:
                 layout.sum_replicas(self.replicas, total)
+
+    def changing_shards(self) -> AbstractContextManager[None]:
+        """Nothing reads other copies of the parameters."""
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
