@@ -185,8 +185,12 @@ def gather_objects(axis: Axis, value: Any, duplicate: dist.ProcessGroup | None =
     return gathered
 
 
-def sum_replicas(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """Sum in place over the replicas that another trainer (DDP) has in `group`. A collective."""
+ReplicaGroup = dist.ProcessGroup
+"""The ranks on which another trainer (DDP) has replicas of a model."""
+
+
+def sum_replicas(group: ReplicaGroup, tensor: Tensor) -> None:
+    """Sum in place over another trainer's replicas. A collective."""
     dist.all_reduce(tensor, group=group)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Adam, Optimizer
 from transformers import PreTrainedModel
 
@@ -67,7 +66,7 @@ class UnshardedEngine(Engine):
         self,
         model: TokenLossModel,
         optimizer: Optimizer | None = None,
-        replicas: ProcessGroup | None = None,
+        replicas: layout.ReplicaGroup | None = None,
     ):
         """`model`: in evaluation mode, without dropout. `optimizer`: of the trainer. `replicas`: ranks with other
         sequences for the same model, over which gradients are summed; None for this process alone."""
@@ -191,7 +190,7 @@ def _refuse_optimizer(found: str) -> UserError:
 
 @contextmanager
 def unsharded_engine(
-    model: nn.Module, optimizer: Optimizer | None = None, replicas: ProcessGroup | None = None
+    model: nn.Module, optimizer: Optimizer | None = None, replicas: layout.ReplicaGroup | None = None
 ) -> Iterator[UnshardedEngine]:
     """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
     device), which is restored on exit; within it autocast and torch.compile are off. `optimizer`, `replicas`: see
