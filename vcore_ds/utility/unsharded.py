@@ -3,7 +3,7 @@ trainer."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -135,9 +135,10 @@ class UnshardedEngine(Engine):
             for total in self.shards.sums:
                 layout.sum_replicas(self.replicas, total)
 
-    def changing_shards(self) -> AbstractContextManager[None]:
-        """Nothing reads other copies of the parameters."""
-        return nullcontext()
+    @contextmanager
+    def changing_shards(self) -> Iterator[None]:
+        """Does nothing: there are no other copies of the parameters."""
+        yield
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
