@@ -4,17 +4,16 @@ Forward mode needs a rule for every operation of an architecture, and a tangent 
 silently missing, all utilities are wrong. Reverse mode needs other rules and hooks. So the two modes check each other:
 the derivative of a loss along a vector must be the inner product of the vector and the loss's gradient.
 
-The vector is the gradient of nearly the same text, which is almost parallel to that of the loss, divided by its squared
-norm in each parameter: so every parameter has about the same part in the derivative, and one whose gradient is small
-cannot hide a missing tangent, which Adam's direction would show. It is not the same gradient, because the rounding
-errors of a gradient in bf16 add up in its squared norm (4% of it on a short sequence), while those of two gradients are
-independent.
+One vector is the gradient of nearly the same text, which is almost parallel to that of the loss. It is not the same
+gradient, because the rounding errors of a gradient in bf16 add up in its squared norm (4% of it on a short sequence),
+while those of two gradients are independent. The other one is this gradient divided by its squared norm in each
+parameter: there every parameter has about the same part in the derivative, so that one whose gradient is small cannot
+hide a missing tangent, which would show along Adam's direction.
 
 A gradient of zero checks nothing, and adapters begin with B = 0, which has no derivative by A. So parameters that are
 zero are replaced by small random numbers for the check.
 
-In half precision a part of a few percent is lost in rounding: there the derivatives along at most `NUM_GROUPS` layers
-at a time are compared too.
+In half precision a part of a few percent is lost in rounding: there the second vector has `NUM_GROUPS` layers at once.
 
 In bf16 the forward mode of a short sequence may be 10% too small, `torch.func.jvp` of the plain model alike. So where
 the modes differ by more than the tolerance, the JVP is repeated in fp32 at the same parameters along the same vector: a
@@ -97,13 +96,12 @@ class Derivatives(NamedTuple):
 
 
 def compare_derivatives(engine: Engine, batch: Batch, similar: Batch, *, fused: bool = False) -> Derivatives:
-    """Differentiate the mean loss of `batch` along the scaled gradient of that of `similar`, in both modes; each has
-    the same sequence on all ranks. Return the derivatives that differ most. A collective. Parameters and optimizer
-    state do not change. `fused`: use the main forward, for which `why_not_fused` must be None."""
+    """Differentiate the mean loss of `batch` along the gradient of that of `similar`, as it is and scaled, in both
+    modes; each has the same sequence on all ranks. Return the derivatives that differ most. A collective. Parameters
+    and optimizer state do not change. `fused`: use the main forward, for which `why_not_fused` must be None."""
     with _without_zeros(engine):
         direction = Direction(engine)
         direction.compute([similar], normalization="sequence", clip=None)
-        _scale_parameters(engine, direction)
         # A separate JVP pass turns dropout on at its end.
         main = ForwardMode(engine, direction, fused=fused).begin([batch])
         with engine.without_dropout(), engine.accumulation(1):
@@ -111,13 +109,14 @@ def compare_derivatives(engine: Engine, batch: Batch, similar: Batch, *, fused: 
             engine.backward(result.losses.mean() / engine.num_summed_ranks)
         assert result.utilities is not None
         compared = [_compare(engine, batch, direction, engine.mean_over_replicas(result.utilities))]
+        _scale_parameters(engine, direction)
         num_groups = len(direction.groups)
-        if compared[0].agree and _is_half(engine) and num_groups > NUM_GROUPS:
-            for start in range(0, num_groups, NUM_GROUPS):
-                part = Direction(engine, buffers=_take_groups(engine, direction, slice(start, start + NUM_GROUPS)))
-                with forward_mode(engine, part):
-                    _, utilities = compute_losses_and_utilities(engine, batch)
-                compared.append(_compare(engine, batch, part, engine.mean_over_replicas(utilities)))
+        size = NUM_GROUPS if _is_half(engine) else num_groups
+        for start in range(0, num_groups, size):
+            part = Direction(engine, buffers=_take_groups(engine, direction, slice(start, start + size)))
+            with forward_mode(engine, part):
+                _, utilities = compute_losses_and_utilities(engine, batch)
+            compared.append(_compare(engine, batch, part, engine.mean_over_replicas(utilities)))
     wrong = [derivatives for derivatives in compared if not derivatives.agree]
     return max(wrong or compared, key=lambda derivatives: derivatives.error)
 
