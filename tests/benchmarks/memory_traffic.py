@@ -3,8 +3,8 @@
     python -m tests.benchmarks.memory_traffic [--shape 8b 0.6b] [--tokens 16384]
 
 Counts launches, bytes and FLOP of operators below autograd on meta tensors, so it needs neither a GPU nor memory. A
-kernel reads each input and writes each output once, and the bytes of matrix multiplications are left out. Milliseconds are for 3.7 TB/s and 650 TFLOP/s (450 in blocks of
-256 MiB), what one H200 reached (docs/reports/performance.md).
+kernel reads each input and writes each output once; the bytes of matrix multiplications are left out. Milliseconds are
+for 3.7 TB/s and 650 TFLOP/s (450 in blocks of 256 MiB), from what one H200 reached (docs/reports/performance.md).
 """
 
 import argparse
@@ -140,7 +140,7 @@ def meta(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
 
-def list_parts(shape: str, num_tokens: int) -> dict[str, tuple[int, Callable[[LossMemory], Tensor]]]:
+def list_parts(shape: str, num_tokens: int) -> dict[str, tuple[int, Callable[[LossMemory], Any]]]:
     """Part of a layer, or the head -> elements of its input, and a function that computes it."""
     sizes: dict[str, Any] = SHAPES[shape]
     hidden, width, heads, vocabulary = (
@@ -150,9 +150,9 @@ def list_parts(shape: str, num_tokens: int) -> dict[str, tuple[int, Callable[[Lo
     angles = [torch.empty(1, num_tokens, head_dim, dtype=torch.bfloat16, device="meta") for _ in range(2)]
     targets = torch.empty(num_tokens * 7 // 8, dtype=torch.int64, device="meta")
 
-    def rotate(_: LossMemory) -> Tensor:
+    def rotate(_: LossMemory) -> tuple[Tensor, ...]:
         pair = (meta(1, num_tokens, n, head_dim).transpose(1, 2) for n in (heads, kv_heads))
-        return torch.cat([x.flatten() for x in pointwise.rotate_pair(*pair, *angles)])
+        return pointwise.rotate_pair(*pair, *angles)
 
     return {
         "RMSNorm": (num_tokens * hidden, lambda _: pointwise.rms_norm(meta(num_tokens, hidden), meta(hidden), 1e-6)),
@@ -174,7 +174,7 @@ MEMORIES = {
 }
 
 
-def count_part(compute: Callable[[LossMemory], Tensor], memory: LossMemory, *, uses_kernels: bool) -> list[Traffic]:
+def count_part(compute: Callable[[LossMemory], Any], memory: LossMemory, *, uses_kernels: bool) -> list[Traffic]:
     """Count the traffic of a part's forward and backward."""
     passes = [Traffic(), Traffic()]
     current = [passes[0]]
@@ -182,9 +182,10 @@ def count_part(compute: Callable[[LossMemory], Tensor], memory: LossMemory, *, u
         with passes[0]:
             result = compute(memory)
         current[0] = passes[1]
-        gradient = torch.empty_like(result)
+        results = result if isinstance(result, tuple) else (result,)
+        gradients = [torch.empty_like(x) for x in results]
         with passes[1]:
-            result.backward(gradient)
+            torch.autograd.backward(results, gradients)
     return passes
 
 
