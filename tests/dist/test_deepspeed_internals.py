@@ -4,9 +4,11 @@ each: an upgrade that changes one fails by its name."""
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.utils import numa, safe_get_local_fp32_param, z3_leaf_module
 
@@ -127,6 +129,14 @@ def a_backward_starts_no_program_to_count_devices(e: Engine) -> bool:
     return True
 
 
+def norms_are_taken_in_the_dtype_of_a_global(e: Engine) -> bool:
+    accumulate(e)
+    norm = e.gradient_norm()
+    with patch.object(stage3, "get_norm_dtype", Mock(return_value=torch.float32)) as get_dtype:
+        in_fp32 = e.step(1e-3)
+    return get_dtype.called and abs(in_fp32 - norm) < 1e-6 * norm
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     the_shard_is_the_cast_of_the_master,
     a_changed_shard_is_read_only_after_the_cache_is_emptied,
@@ -136,6 +146,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     groups_have_the_recipes_timeout,
     muons_functions_are_not_compiled,
     a_backward_starts_no_program_to_count_devices,
+    norms_are_taken_in_the_dtype_of_a_global,
 ]
 
 

@@ -23,6 +23,7 @@ import torch
 import torch._dynamo
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
@@ -57,6 +58,9 @@ def start_deepspeed() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # Counted in every backward, by a program (numactl), which fails where PATH has a folder without permission.
         get_accelerator().device_count = num_local_ranks
+    else:
+        # In fp64 the norm would convert every gradient, which moves 20 bytes of memory for each parameter instead of 4.
+        stage3.get_norm_dtype = lambda: torch.float32
     AllGatherCoalescedHandle.wait = copy_gathered_parameters
     setattr(PartitionedParameterCoordinator, _GATHER, gather_in_order)
     # For reductions and hierarchical partitioning: DeepSpeed's would have PyTorch's timeout, not the recipe's.

@@ -74,8 +74,9 @@ class MemoryPlan:
         settings, checkpointed = self.settings, "model.gradient_checkpointing=true"
         if settings.stages_checkpoints:
             yield "checkpoint.async=false", {"stages_checkpoints": False}
-        if not settings.is_checkpointed:
-            yield checkpointed, {"is_checkpointed": True}
+        recomputes_all = replace(settings.activations, num_kept=0, keeps_attention=False)
+        if not settings.is_checkpointed or settings.activations != recomputes_all:
+            yield checkpointed, {"is_checkpointed": True, "activations": recomputes_all}
         larger, in_node = (
             [n for n in self.other_expert_sizes if n > settings.expert],
             self.plan.time_model.ranks_per_node,
