@@ -12,11 +12,12 @@ from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.batch_layout import BatchLayout, Waste
+from vcore_ds.planning.fit import Available, choose_activations
 from vcore_ds.planning.hardware import Cluster, find_gpu
 from vcore_ds.planning.memory import Phase, estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import StepPasses, TimeModel, parameter_counts
-from vcore_ds.planning.settings import MemorySettings
+from vcore_ds.planning.settings import ActivationMemory, MemorySettings
 
 PARTS_OF_A_PACK = (8, 4, 3, 1)
 """Lengths of a pack's sequences, in sixteenths."""
@@ -60,16 +61,30 @@ def make_memory_settings(method: str, num_tokens: int, deepspeed_config: str = "
         probe_rank=int(method.rpartition(" ")[2]) if "rank" in method else None,
         is_fused=is_fused,
         is_checkpointed=True,
+        on_gpu=uses_gpu(),
         bucket_numel=zero["reduce_bucket_size"],
         max_live_parameters=zero["stage3_max_live_parameters"],
     )
 
 
+def choose_activations_of(
+    method: str, sizes: dict[str, Any], num_tokens: int, num_bytes: int, deepspeed_config: str = "zero3_bf16.json"
+) -> ActivationMemory:
+    """What a run with `model.gradient_checkpointing: auto` keeps in so much memory."""
+    settings = make_memory_settings(method, num_tokens, deepspeed_config)
+    return choose_activations(make_shape(sizes), settings, None, Available(num_bytes, 0), recomputes_all=False)
+
+
 def estimate_peak_bytes(
-    method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json"
+    method: str,
+    sizes: dict[str, Any],
+    num_tokens: int,
+    deepspeed_config: str = "zero3_bf16.json",
+    activations: ActivationMemory = ActivationMemory(),
 ) -> int:
     """Bytes at the peak of a step, as the check before a run estimates them."""
-    return estimate_memory(make_shape(sizes), make_memory_settings(method, num_tokens, deepspeed_config)).peak_bytes
+    settings = replace(make_memory_settings(method, num_tokens, deepspeed_config), activations=activations)
+    return estimate_memory(make_shape(sizes), settings).peak_bytes
 
 
 def count_needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, num_packs: int) -> float:
