@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu_attention import measure_attention
 from tests.benchmarks.gpu_plan import (
+    choose_activations_of,
     count_needed_flops,
     estimate_peak_bytes,
     pack_lengths,
@@ -151,6 +152,11 @@ def measure_steps(
     if not methods:
         return measured, {"skipped": "no method has room"}
     engine = build_engine(sizes, deepspeed_config)
+    # The same for all methods, which take turns on one engine: what the largest has room for.
+    largest = max(methods, key=lambda name: needed[name])
+    activations = choose_activations_of(largest, sizes, num_tokens, room, deepspeed_config)
+    engine.module.keep(activations)
+    needed = {name: estimate_peak_bytes(name, sizes, num_tokens, deepspeed_config, activations) for name in methods}
     direction = Direction(engine)
     estimators = {name: make_estimator(name, engine, direction) for name in methods}
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}

@@ -1,4 +1,4 @@
-"""Whole steps on a GPU with one change at a time, in turns on one engine: what does each kernel and kept activation save?
+"""Steps on a GPU with one change at a time, in turns on one engine: what does each kernel and kept activation save?
 
     python -m tests.benchmarks.gpu_changes --shape 8b --layers 8 [--rounds 2] [--seconds 160] [--fused]
 

@@ -80,10 +80,12 @@ def estimate_peak_bytes(
     sizes: dict[str, Any],
     num_tokens: int,
     deepspeed_config: str = "zero3_bf16.json",
-    activations: ActivationMemory = ActivationMemory(),
+    activations: ActivationMemory | None = None,
 ) -> int:
     """Bytes at the peak of a step, as the check before a run estimates them."""
-    settings = replace(make_memory_settings(method, num_tokens, deepspeed_config), activations=activations)
+    settings = make_memory_settings(method, num_tokens, deepspeed_config)
+    if activations is not None:
+        settings = replace(settings, activations=activations)
     return estimate_memory(make_shape(sizes), settings).peak_bytes
 
 
