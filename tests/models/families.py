@@ -117,6 +117,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen2_5_vl": {"text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}},
+    "qwen3_vl_moe": {"text_config": {"moe_intermediate_size": 24}},  # matrices of experts are not square
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": _SHARED},

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from torch import Tensor
 from transformers import CONFIG_MAPPING
+from transformers.utils import SAFE_WEIGHTS_NAME as SAFETENSORS
 
 import vcore_ds
 from tests.helpers import step_runs, tiny
@@ -246,6 +248,10 @@ def write_model(name: str, folder: Path) -> None:
     config = families.make_tiny_config(name)
     families.make_tiny_model(config).save_pretrained(folder)
     config.save_pretrained(folder)  # the complete one; a language model inside another model saves its part only
+    if name == "qwen3_vl_moe":  # the released models' layout, which transformers reads but does not write
+        weights = load_file(folder / SAFETENSORS)
+        experts = {key: tensor.mT.contiguous() for key, tensor in weights.items() if ".experts." in key}
+        save_file(weights | experts, folder / SAFETENSORS, metadata={"format": "pt"})
 
 
 def _read_default_configuration(result: ModelResult, folder: Path) -> None:
@@ -392,8 +398,9 @@ def compute_api_utilities(folder: Path, main: Sequence[Text], probe: Sequence[Te
 
 def _make_check_data(result: ModelResult) -> Any:
     """Make the plan and the sequences that the checks before the first step use."""
-    sequences = [as_sequence(number, text) for number, text in enumerate(draw_texts(2, 3, longest=15))]
-    return SimpleNamespace(plan=SimpleNamespace(is_packed=result.packing is None), dataset=sequences, pad_token_id=0)
+    sequences = [as_sequence(number, text) for number, text in enumerate(draw_texts(2, 3, longest=39))]
+    plan = SimpleNamespace(is_packed=result.packing is None, shares_forwards=not result.is_alone)
+    return SimpleNamespace(plan=plan, dataset=sequences, pad_token_id=0)
 
 
 def _compare(result: ModelResult, part: str, ours: MeasuredEngine, wanted: Expected, has_jvp: bool) -> None:

@@ -11,7 +11,11 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
+    CodeGenConfig,
+    Llama4TextConfig,
+    MixtralConfig,
     PretrainedConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -20,7 +24,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.method_section import MethodConfig
-from vcore_ds.config.sections import LoraConfig, ModelConfig, ParallelConfig
+from vcore_ds.config.sections import LoraConfig, ModelConfig, ParallelConfig, UtilityConfig
 from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import check_configuration, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION
@@ -39,6 +43,7 @@ SIZES = dict(
 DENSE = Qwen3Config(**SIZES)
 MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
 FIXED_ATTENTION = BloomConfig(hidden_size=16, n_layer=1, n_head=2)
+FIXED_MOE = Llama4TextConfig(**SIZES, num_local_experts=4)
 RECIPE = Path(__file__).resolve().parents[2] / "launch_scripts" / "recipes" / "qwen3_4b_math_full.yaml"
 DIFFERENCE = ["utility.estimator=finite_difference", "utility.epsilon=auto"]
 
@@ -47,6 +52,8 @@ DIFFERENCE = ["utility.estimator=finite_difference", "utility.epsilon=auto"]
     ("config", "estimator", "message"),
     [
         (FIXED_ATTENTION, "jvp", "found jvp .*m .BloomForCausalLM.*expected finite_difference .*epsilon=auto"),
+        (FIXED_MOE, "jvp", "found jvp .*; expected another architecture, or a method without utilities"),
+        (FIXED_MOE, "finite_difference", "found finite_difference .*; expected another architecture, or a method"),
         (MOE, "finite_difference", "found finite_difference .* an MoE model.*; expected jvp .*epsilon=null"),
         (FIXED_ATTENTION, "finite_difference", None),
         (DENSE, "jvp", None),
@@ -70,6 +77,7 @@ def save_config(config: PretrainedConfig, folder: Path) -> str:
 
 
 SFT = {"method": MethodConfig(name="sft")}
+DIFFERENCES = {"utility": UtilityConfig(estimator="finite_difference", epsilon="auto")}
 
 
 def check(config: PretrainedConfig, folder: Path, **changes: Any) -> None:
@@ -84,6 +92,22 @@ def test_a_model_that_can_be_trained_passes(config: PretrainedConfig, tmp_path: 
         check(config, tmp_path, lora=lora)
 
 
+WINDOWED = Qwen2MoeConfig(
+    **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+    layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=4096, dtype="float32",
+)  # fmt: skip
+"""Its windows are in its mask alone, and only behind a layer of experts."""
+
+
+def test_a_window_that_only_the_mask_has_is_refused(tmp_path: Path) -> None:
+    """The remedy passes, as do the windows that a layer passes, and a causal mask of the architecture's own."""
+    with pytest.raises(UserError, match="Qwen2MoeAttention computes with a window of 4,096 tokens .*attention eager"):
+        check(WINDOWED, tmp_path)
+    check(WINDOWED, tmp_path, **SFT, model=ModelConfig(path=str(tmp_path), attention="eager"))
+    check(MixtralConfig(**SIZES, num_local_experts=4, sliding_window=4096), tmp_path)
+    check(Qwen2MoeConfig(**WINDOWED.to_diff_dict() | dict(use_sliding_window=False, layer_types=None)), tmp_path)
+
+
 def test_experts_that_cannot_be_sharded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense model passes here: the batch plan refuses it without building the model."""
     in_groups = {"parallel": ParallelConfig(expert=2)}
@@ -93,6 +117,13 @@ def test_experts_that_cannot_be_sharded_are_refused(tmp_path: Path, monkeypatch:
         check(MOE, tmp_path, **in_groups)
     check(MOE, tmp_path)
     check(DENSE, tmp_path, **in_groups)
+
+
+@pytest.mark.parametrize("changes", [{}, DIFFERENCES, SFT], ids=["jvp", "differences", "sft"])
+def test_a_biased_output_embedding_is_refused_whatever_the_estimator(changes: dict[str, Any], tmp_path: Path) -> None:
+    """No message names an estimator that would then fail for the bias."""
+    with pytest.raises(UserError, match="^model.path: codegen: the output embedding is .*bias=True.*another model"):
+        check(CodeGenConfig(n_embd=16, n_layer=1, n_head=4, vocab_size=64, rotary_dim=4), tmp_path, **changes)
 
 
 def test_unknown_names_of_adapted_layers_are_refused(tmp_path: Path) -> None:

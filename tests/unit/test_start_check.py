@@ -86,7 +86,7 @@ def make(architecture: str, *, scale: float = 1.0, attention: str | None = None,
     return TokenLossModel(model).train()
 
 
-def find_failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
+def find_failures(model: TokenLossModel, *, is_packed: bool = True, shares_forwards: bool = True) -> set[str]:
     """Run the checks on a model without DeepSpeed; returns the beginnings of the problems that they report."""
     generator = np.random.default_rng(0)
     dataset = [
@@ -110,7 +110,8 @@ def find_failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
         without_gradient=lambda: Engine.without_gradient(engine),  # type: ignore[arg-type]
         _dropouts=[module for module in model.modules() if isinstance(module, TokenDropout)],
     )
-    feed = SimpleNamespace(dataset=dataset, plan=SimpleNamespace(is_packed=is_packed), pad_token_id=0)
+    plan = SimpleNamespace(is_packed=is_packed, shares_forwards=shares_forwards)
+    feed = SimpleNamespace(dataset=dataset, plan=plan, pad_token_id=0)
     with torch.no_grad(), torch.random.fork_rng():
         compared = compare_losses(engine, feed)  # type: ignore[arg-type]
     known = (APART, SEEDED, CAUSAL, LOGITS)
@@ -144,6 +145,43 @@ def test_a_mask_that_ignores_packing_is_detected() -> None:
     assert find_failures(make("gpt_oss", attention="eager"), is_packed=False) == set()
 
 
+WINDOWED = dict(
+    num_experts=4, num_experts_per_tok=2, layer_types=["full_attention", "sliding_attention"],
+    use_sliding_window=True, sliding_window=4096,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("qwen2_moe", WINDOWED, "computes with a window of 4,096 tokens"),
+        ("gemma3_text", dict(use_bidirectional_attention=True), "computes with a mask of its own"),
+    ],
+)
+def test_masks_that_our_attention_does_not_see_are_refused(
+    architecture: str, changes: dict[str, Any], message: str
+) -> None:
+    """Also those that differ from ours only beyond the lengths that are compared."""
+    with pytest.raises(UserError, match=message):
+        find_failures(make(architecture, **changes))
+
+
+def test_the_remedy_for_sequences_that_are_not_isolated_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone in its forward, no sequence depends on another."""
+    model = make("qwen3", scale=20.0)
+    decode = model.decoder.forward
+
+    def mix(*arguments: Any, **options: Any) -> Any:
+        output = decode(*arguments, **options)
+        output.last_hidden_state = output.last_hidden_state.cumsum(0)  # over the sequences of a forward
+        return output
+
+    monkeypatch.setattr(model.decoder, "forward", mix)
+    (problem,) = find_failures(model, is_packed=False)
+    assert problem.startswith("another sequence in one forward changes a sequence's losses") and " to 1" in problem
+    assert find_failures(model, is_packed=False, shares_forwards=False) == set()
+
+
 @pytest.mark.parametrize("architecture", ["seed_oss", "opt", "phimoe"])
 def test_unseeded_randomness_is_detected(architecture: str) -> None:
     assert SEEDED in find_failures(make(architecture), is_packed=False)
@@ -154,7 +192,6 @@ def test_unseeded_randomness_is_detected(architecture: str) -> None:
     [
         ("qwen3", dict(is_causal=False)),
         ("qwen3_moe", dict(is_causal=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
-        ("gemma3_text", dict(use_bidirectional_attention=True)),
     ],
 )
 def test_a_model_that_is_not_causal_is_detected(architecture: str, changes: dict[str, Any]) -> None:

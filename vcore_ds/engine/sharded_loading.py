@@ -18,8 +18,9 @@ import deepspeed
 import torch
 from deepspeed.utils import groups
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, core_model_loading
+from transformers.core_model_loading import WeightConverter
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.modeling_utils import local_torch_dtype
 
@@ -34,7 +35,7 @@ from vcore_ds.models.description import find_auto_class, resolve_attention
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
 from vcore_ds.models.megatron.weight_slices import weight_slices
 from vcore_ds.models.safetensors_ranges import ReadRequest, read_ranges
-from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
+from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights, rename_source_key
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -81,8 +82,38 @@ def load_and_broadcast(path: str, deepspeed_config: dict[str, Any], **options: A
     """Load with `from_pretrained`: rank 0 reads, and broadcasts parameter by parameter. A collective. `options`: those
     of `load_causal_lm`."""
     start_deepspeed()
-    with _announce_zero3(deepspeed_config):
+    with _announce_zero3(deepspeed_config), _converting_as_without_zero3():
         return load_causal_lm(path, **options)
+
+
+@contextmanager
+def _converting_as_without_zero3() -> Iterator[None]:
+    """A context in which transformers, up to 5.24, converts the weights of a sharded model as those of another."""
+    rename, convert = core_model_loading.rename_source_key, WeightConverter.convert
+
+    def convert_for_entire_shapes(self: WeightConverter, layer_name: str, model: Any, **options: Any) -> Any:
+        return convert(self, layer_name, model=_EntireShapes(model), **options)
+
+    core_model_loading.rename_source_key = rename_source_key
+    WeightConverter.convert = convert_for_entire_shapes
+    try:
+        yield
+    finally:
+        core_model_loading.rename_source_key, WeightConverter.convert = rename, convert
+
+
+class _EntireShapes:
+    """A sharded model for conversions, some of which read the shape of the parameter."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def get_parameter(self, name: str) -> Tensor:
+        parameter = self._model.get_parameter(name)
+        return torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ once. So the same code raises here and in a run, and `vcore-ds check`, `plan` an
 
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
+from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout, comparing_masks
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.description import (
     DTYPES,
@@ -30,7 +31,7 @@ from vcore_ds.models.description import (
 from vcore_ds.models.experts import can_replace_experts
 from vcore_ds.models.lora import add_lora, build_empty_adapted_model
 from vcore_ds.models.megatron.weight_slices import weight_slices
-from vcore_ds.models.stored_weights import check_shapes
+from vcore_ds.models.stored_weights import check_shapes, find_places
 from vcore_ds.planning.batch_plan import explain_refused_differences
 from vcore_ds.planning.known_models import CONFIG_NAME, find_folder
 from vcore_ds.planning.model_shape import is_moe
@@ -39,21 +40,26 @@ from vcore_ds.planning.settings import PlanSettings
 
 Estimator = Literal["jvp", "finite_difference"]
 
-INSTEAD_OF_JVP = (
-    "expected finite_difference (utility.estimator=finite_difference utility.epsilon=auto) of a dense model, another "
-    "architecture, or a method without utilities (methods/sft.yaml)"
-)
-"""End of messages that refuse `jvp` for an architecture."""
+
+def describe_alternatives_to_jvp(config: PretrainedConfig) -> str:
+    """End of messages that refuse `jvp` for an architecture."""
+    difference = "finite_difference (utility.estimator=finite_difference utility.epsilon=auto), "
+    return (
+        f"expected {'' if _has_routing(config) else difference}another architecture, or a method without utilities "
+        "(methods/sft.yaml)"
+    )
 
 
 def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -> None:
     """Raise UserError if the estimator does not support this architecture, with an alternative."""
+    has_jvp = can_replace_attention(config)
     if estimator == "finite_difference" and _has_routing(config):
-        raise UserError(explain_refused_differences(path))
-    if estimator == "jvp" and not can_replace_attention(config):
+        raise UserError(explain_refused_differences(path, has_jvp=has_jvp))
+    if estimator == "jvp" and not has_jvp:
         raise UserError(
             f"utility.estimator: found jvp together with model.path {path} ({find_causal_lm_class(config).__name__}), "
-            f"whose attention cannot be replaced by one with a forward-mode derivative; {INSTEAD_OF_JVP}"
+            "whose attention cannot be replaced by one with a forward-mode derivative; "
+            f"{describe_alternatives_to_jvp(config)}"
         )
 
 
@@ -66,14 +72,19 @@ def _call_decoder(model: TokenLossModel) -> None:
     architecture's."""
     model.eval()  # without dropout, which needs the keys of a batch
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    is_ours = model.base.config.get_text_config()._attn_implementation == TRAINING_ATTENTION
+    config = model.base.config.get_text_config()
+    config._experts_implementation = "batched_mm"  # the default takes only bf16 on the meta device
+    is_ours = config._attn_implementation == TRAINING_ATTENTION
     options = {"sequence_layout": SequenceLayout.from_lengths([[2]], 1, row.device)} if is_ours else {}
-    try:
-        model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
-    except UserError:
-        raise
-    except Exception:  # any class: architectures may use operations that the meta device does not support
-        return
+    # The second time with the descriptions of masks, which some architectures may not take.
+    for context in (nullcontext(), comparing_masks()):
+        try:
+            with context:
+                model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
+        except UserError:
+            raise
+        except Exception:  # any class: architectures may use operations that the meta device does not support
+            continue
 
 
 def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
@@ -110,7 +121,9 @@ def check_model_folder(path: str) -> None:
         description = read_model(path)
         stored = description.stored
     _check_number_of_layers(path, description.config, stored)
-    check_shapes(path, description.empty, {name: tensor.shape for name, tensor in stored.items()})
+    places, _ = find_places(description.empty, stored)
+    shapes = {name: tensor.shape for name, tensor in stored.items() if not places[name].is_converted}
+    check_shapes(path, description.empty, shapes)
 
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, names: Iterable[str]) -> None:
@@ -156,8 +169,6 @@ def check_configuration(settings: PlanSettings) -> None:
 
         transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[model.precision])
         return
-    if settings.estimator is not None:
-        check_estimator(path, config, settings.estimator)
     class_name, expert = find_causal_lm_class(config).__name__, settings.parallel.expert
     if model.gradient_checkpointing and not find_causal_lm_class(config).supports_gradient_checkpointing:
         raise UserError(
@@ -173,4 +184,6 @@ def check_configuration(settings: PlanSettings) -> None:
         )
     with torch.device("meta"):
         adapted = TokenLossModel(base if settings.lora is None else add_lora(base, settings.lora))
+    if settings.estimator is not None:  # after errors that its remedies would not mend
+        check_estimator(path, config, settings.estimator)
     _call_decoder(adapted)

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import to_device
@@ -99,6 +100,45 @@ _UNSUPPORTED_ARGUMENTS = ("position_bias", "sinks", "indices", "block_indices")
 """Arguments of some architectures (Inkling, MiniMax-M3). Ignoring them would be a silent error."""
 
 
+@dataclass(frozen=True)
+class MaskDescription:
+    """What `comparing_masks` makes an architecture pass to its attention in place of a mask."""
+
+    window: int | None  # as `Scoring.sliding_window`
+    is_customised: bool = False  # whether the mask has conditions of the architecture's own
+
+    def __str__(self) -> str:
+        if self.is_customised:
+            return "a mask of its own"
+        return "all earlier tokens" if self.window is None else f"a window of {self.window:,} tokens"
+
+
+@contextmanager
+def comparing_masks() -> Iterator[None]:
+    """Context of a forward in which our attention raises UserError if the architecture's mask is not a causal one with
+    the window that the layer passes: transformers' attention takes windows from the mask alone, ours from the layer."""
+    mask_functions, find_packs = AttentionMaskInterface._global_mapping, masking_utils.find_packed_sequence_indices
+    mask_functions[TRAINING_ATTENTION] = _describe_mask
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # it reads values, which meta tensors lack
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packs
+        del mask_functions[TRAINING_ATTENTION]
+
+
+def _describe_mask(
+    *,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool | None = None,
+    **_: object,
+) -> MaskDescription | None:
+    """Take the arguments of transformers' mask functions: `local_size` is the window, and `use_vmap` true of masks with
+    more conditions. None for masks that are not causal, which have the third one."""
+    return MaskDescription(local_size, use_vmap) if allow_is_bidirectional_skip is None else None
+
+
 def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     """Wrap `attend` in Hugging Face's attention interface. The result takes query `[b, A, t, D]`, key and value `[b, K,
     t, D]` (values may have a smaller D) and sinks `[A]`, which may be dual tensors, and returns `[b, t, A, D]`, dual if
@@ -110,7 +150,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | MaskDescription | None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
@@ -119,6 +159,10 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         **others: object,
     ) -> tuple[Tensor, None]:
         unknown = [name for name in _UNSUPPORTED_ARGUMENTS if others.get(name) is not None]
+        if isinstance(attention_mask, MaskDescription):
+            if attention_mask != (passed := MaskDescription(sliding_window)):
+                unknown.append(f"{attention_mask} (by its mask), where it passes {passed}")
+            attention_mask = None
         if attention_mask is not None or sequence_layout is None or unknown:
             reason = "does not pass the decoder's keyword arguments on to its attention"
             if attention_mask is not None or unknown:

@@ -153,8 +153,8 @@ class TokenLossModel(nn.Module):
         head = base.get_output_embeddings()
         if type(head) is not nn.Linear or getattr(head, "bias", None) is not None or is_modified(head):
             raise UserError(
-                f"{base.config.model_type}: the output embedding is {head}; expected a plain linear layer without a "
-                "bias, hooks or another forward (LoRA on the output embedding is not supported)"
+                f"model.path: {base.config.model_type}: the output embedding is {head}; expected another model, with a "
+                "plain linear layer without a bias, hooks or another forward (LoRA there is not supported)"
             )
         base.set_output_embeddings(TokenLossHead(head.weight, read_logit_transform(base.config)))
 

@@ -93,12 +93,14 @@ def _list_expert_parameters(module: nn.Module) -> list[str]:
 
 
 def _find_linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers except the output embedding, routers, experts, and layers whose weights
-    are read without calling the layer."""
+    """Return the names of all linear layers except the output embedding, routers, experts, block-diagonal layers
+    (DeepSeek V4), and layers whose weights are read without calling the layer."""
     head, names = model.get_output_embeddings(), []
     for name, layer in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if not isinstance(layer, (nn.Linear, Conv1D)) or layer is head or _ROUTING.search(name):
+            continue
+        if type(layer).__name__.endswith("GroupedLinear"):
             continue
         is_read_by_kernel = leaf in _READ_BY_KERNELS and hasattr(model.get_submodule(parent), "D")
         if not is_read_by_kernel and leaf != "correction_coefs":  # whose weight Gemma 3n reads

@@ -12,14 +12,13 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
-    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -110,6 +109,27 @@ def _map_to_model(
     return tensors, None
 
 
+def rename_source_key(
+    source_key: str,
+    weight_renamings: list[WeightRenaming],
+    weight_converters: list[WeightConverter],
+    base_model_prefix: str | None = None,
+    meta_state_dict: Mapping[str, object] | None = None,
+    **options: bool,
+) -> tuple[str, str | None]:
+    """As transformers' function, but names of the model stay, which its loading under ZeRO-3 renames: those of DeepSeek
+    V4's files end in `.norm.weight` in the decoder and in its compressors."""
+    name, pattern = _rename_source_key(
+        source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, **options
+    )
+    if meta_state_dict is not None and name not in meta_state_dict and source_key in meta_state_dict:
+        return source_key, None
+    return name, pattern
+
+
+_rename_source_key = core_model_loading.rename_source_key  # `engine.sharded_loading` replaces it
+
+
 class Place(NamedTuple):
     """The parameter into which transformers loads a stored tensor."""
 
@@ -176,6 +196,7 @@ class FolderWeights:
         description = read_model(path)
         self._model, self.is_complete = description.empty, description.obstacle is None
         headers = description.stored if self.is_complete else {}
+        self._shapes = {key: torch.Size(stored.shape) for key, stored in headers.items()}
         places, conversions = find_places(self._model, headers)
         if self.is_complete:
             # Reverse only conversions that were applied at load: experts that were stored fused stay fused.
@@ -221,7 +242,11 @@ class FolderWeights:
         """
         if len(names) == 1 and names[0] in self._renamed:
             return {self._renamed[names[0]]: tensors[names[0]]}
-        return revert_weight_conversion(self._model, tensors)
+        # transformers transposes some experts where the model's shape demands it (Qwen3-VL-MoE), and never back.
+        return {
+            key: tensor if tensor.shape == self._shapes.get(key, tensor.shape) else tensor.mT.contiguous()
+            for key, tensor in revert_weight_conversion(self._model, tensors).items()
+        }
 
     def stream(self, weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
         """Convert a stream of weights to stored tensors, yielding each group as soon as it is complete. `weights`: name

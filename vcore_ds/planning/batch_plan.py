@@ -16,12 +16,14 @@ from vcore_ds.planning.settings import PlanSettings
 # Possible parallel sizes, and refusals of impossible ones.
 
 
-def explain_refused_differences(path: str) -> str:
-    """Explain why no finite difference is taken with an MoE model, for a recipe that asks for one."""
+def explain_refused_differences(path: str, *, has_jvp: bool = True) -> str:
+    """Explain why no finite difference is taken with an MoE model, for a recipe that asks for one. `has_jvp`: whether
+    its attention has a forward-mode derivative."""
+    instead = "jvp (utility.estimator=jvp utility.epsilon=null)" if has_jvp else "another architecture"
     return (
         f"utility.estimator: found finite_difference together with model.path {path}, an MoE model: the "
-        "perturbation sends tokens to other experts, and the jumps of their losses are taken for utility; expected jvp "
-        "(utility.estimator=jvp utility.epsilon=null), or a method without utilities (methods/sft.yaml)"
+        "perturbation sends tokens to other experts, and the jumps of their losses are taken for utility; expected "
+        f"{instead}, or a method without utilities (methods/sft.yaml)"
     )
 
 
@@ -157,6 +159,12 @@ class BatchPlan:
     def is_packed(self) -> bool:
         """Whether the sequences of a main micro-batch are one pack."""
         return self._make_limit(self.micro_batch_size_per_rank).is_packed
+
+    @property
+    def shares_forwards(self) -> bool:
+        """Whether several sequences may share a forward."""
+        own = (self.probe_micro_batch_size_per_rank, self.utility_micro_batch_size_per_rank)
+        return self.is_packed or any(size != 1 for size in (self.micro_batch_size_per_rank, *own))
 
     @property
     def may_pack(self) -> bool:

@@ -24,7 +24,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.architecture_check import INSTEAD_OF_JVP
+from vcore_ds.models.architecture_check import describe_alternatives_to_jvp
+from vcore_ds.models.attention import comparing_masks
 from vcore_ds.models.causal_lm import TokenLossModel, refuse_failing_code
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, describe_tightness
 from vcore_ds.training import console
@@ -90,7 +91,7 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     packs = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
     together, alone = pack(packs, feed.pad_token_id), collate([second], feed.pad_token_id)
     engine.seed_dropout(0)
-    with refuse_repeated_layers(engine):
+    with refuse_repeated_layers(engine), comparing_masks():
         losses = engine.token_losses(together)
     again, losses_alone = engine.token_losses(together), engine.token_losses(alone)
     numbers = together.sequence_index().to(losses.device)
@@ -108,8 +109,9 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
             _mean_difference(losses, again),
             SAME_KERNELS,
         ),
-        Comparison(not_apart, _mean_difference(losses[numbers == 1], losses_alone), OTHER_KERNELS),
     ]
+    if feed.plan.shares_forwards:
+        compared.append(Comparison(not_apart, _mean_difference(losses[numbers == 1], losses_alone), OTHER_KERNELS))
     if feed.plan.is_packed:
         difference = _mean_difference(losses[numbers == 1], losses[numbers == 3])
         compared.append(Comparison(not_apart, difference, SAME_KERNELS))
@@ -150,9 +152,9 @@ def _compare_with_original_forward(
     half = len(sequence) // 2
     ids = sequence.input_ids
     changed = replace(sequence, input_ids=np.concatenate([ids[:half], ids[half:][::-1]]))
-    both = collate([sequence, changed], feed.pad_token_id)
+    batches = [collate([one], feed.pad_token_id) for one in (sequence, changed)]  # each in a separate forward
     with engine.without_gradient():  # in training, its attention may have dropout that no step seeds
-        original_losses, changed_losses = cross_entropy(engine.original_logits(both), both).tensor_split(2)
+        original_losses, changed_losses = (cross_entropy(engine.original_logits(batch), batch) for batch in batches)
     num_equal = max(half - 1, 0)  # the first token is no target
     return (
         Comparison(
@@ -205,7 +207,9 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
     if not isinstance(estimator, ForwardMode):
         return
     mark("checking derivatives")
-    found = f"utility.estimator: found jvp together with {engine.module.base.config.model_type}"
+    config = engine.module.base.config
+    found = f"utility.estimator: found jvp together with {config.model_type}"
+    instead = describe_alternatives_to_jvp(config)
     try:
         endings = [take_ending(engine, feed, 0, num_tokens) for num_tokens in (NUM_COMPARED, NUM_COMPARED - 1)]
         batch, similar = (collate([ending], feed.pad_token_id) for ending in endings)
@@ -214,12 +218,12 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
         if "jvp" not in str(error) and "forward AD" not in str(error):
             raise
         raise UserError(
-            f"{found}, which has an operation without a forward-mode derivative ({first_line(error)}); {INSTEAD_OF_JVP}"
+            f"{found}, which has an operation without a forward-mode derivative ({first_line(error)}); {instead}"
         ) from None
     if not derivatives.agree:
         raise UserError(
             f"{found}, of which forward and reverse mode disagree: {derivatives}, expected a difference of at most "
-            f"{derivatives.tolerance:g} of it; {INSTEAD_OF_JVP}"
+            f"{derivatives.tolerance:g} of it; {instead}"
         )
     console.note(f"Check of the utilities: {derivatives}")
 

@@ -20,6 +20,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization, loss_ratio_alpha
+from vcore_ds.models.attention import comparing_masks
 from vcore_ds.models.causal_lm import use_eager_attention
 from vcore_ds.utility.derivative_check import NUM_COMPARED, compare_derivatives
 from vcore_ds.utility.direction import Direction
@@ -319,7 +320,8 @@ def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
     ids = _take_text(batch, _NUM_CHECKED)
     model: Any = engine.module
     with engine.without_gradient():
-        losses = engine.token_losses(Batch([0], ids, ids))
+        with comparing_masks():
+            losses = engine.token_losses(Batch([0], ids, ids))
         with use_eager_attention(model.base.config.get_text_config()):
             logits = model.causal_lm(input_ids=ids.to(engine.device), use_cache=False).logits
     expected = cross_entropy(logits[0, :-1].to(losses.dtype), ids[0, 1:].to(engine.device), reduction="none")
