@@ -82,6 +82,12 @@ def list_types(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text.partition(BEGIN)[2].partition(END)[0])
 
 
+def read_refusals(text: str) -> dict[str, list[str]]:
+    """Read the model types of each message in a page's table of refusals."""
+    rows = re.findall(r"^\| (.+) \| (`.+`) \|$", text.partition("### Refused")[2].partition(END)[0], re.MULTILINE)
+    return {message: re.findall(r"`([^`]+)`", types) for message, types in rows}
+
+
 def write_tables(results: list[ModelResult]) -> str:
     """Tables of models that are right, beyond the bounds, and refused."""
     by_verdict: dict[str, list[ModelResult]] = defaultdict(list)
@@ -101,9 +107,7 @@ def write_tables(results: list[ModelResult]) -> str:
         lines += ["", "### Beyond the bounds", "", "| type | what |", "|---|---|"]
         lines += [f"| `{result.name}` | {_describe_problem(result)} |" for result in by_verdict["WRONG"]]
     lines += ["", "### Refused", "", "| message | types |", "|---|---|"]
-    lines += _group(
-        by_verdict["refused"], lambda result: (_shorten_refusal(result),), lambda result: f"`{result.name}`"
-    )
+    lines += _group(by_verdict["refused"], lambda result: (shorten_refusal(result),), lambda result: f"`{result.name}`")
     return "\n".join(lines)
 
 
@@ -138,7 +142,7 @@ def _describe_problem(result: ModelResult) -> str:
     return "; ".join(problems).replace("|", "/").replace("`", "'")
 
 
-def _shorten_refusal(result: ModelResult) -> str:
+def shorten_refusal(result: ModelResult) -> str:
     """Message of a refusal without parts that differ between types."""
     text = result.refused.get("sft") or f"(in the check before the first step) {result.refused['start']}"
     text = re.sub(r"model_type '[\w.-]+'|(?<=model.path: )(?!MODEL)[\w-]+:", "TYPE", text)
