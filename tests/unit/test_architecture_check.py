@@ -101,7 +101,7 @@ WINDOWED = Qwen2MoeConfig(
 
 def test_a_window_that_only_the_mask_has_is_refused(tmp_path: Path) -> None:
     """The remedy passes, as do the windows that a layer passes, and a causal mask of the architecture's own."""
-    with pytest.raises(UserError, match="Qwen2MoeAttention computes with a window of 4,096 tokens .*attention eager"):
+    with pytest.raises(UserError, match="Qwen2MoeAttention computes with a window of 4096 tokens .*attention eager"):
         check(WINDOWED, tmp_path)
     check(WINDOWED, tmp_path, **SFT, model=ModelConfig(path=str(tmp_path), attention="eager"))
     check(MixtralConfig(**SIZES, num_local_experts=4, sliding_window=4096), tmp_path)

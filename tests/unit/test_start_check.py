@@ -154,7 +154,7 @@ WINDOWED = dict(
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("qwen2_moe", WINDOWED, "computes with a window of 4,096 tokens"),
+        ("qwen2_moe", WINDOWED, "computes with a window of 4096 tokens"),
         ("gemma3_text", dict(use_bidirectional_attention=True), "computes with a mask of its own"),
     ],
 )

@@ -13,6 +13,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -88,32 +89,23 @@ def load_and_broadcast(path: str, deepspeed_config: dict[str, Any], **options: A
 
 @contextmanager
 def _converting_as_without_zero3() -> Iterator[None]:
-    """A context in which transformers, up to 5.24, converts the weights of a sharded model as those of another."""
-    rename, convert = core_model_loading.rename_source_key, WeightConverter.convert
+    """A context in which transformers (5.24) converts the weights of a sharded model as those of another: names as
+    `rename_source_key`, shapes as those of entire parameters, which some conversions read."""
+    convert = WeightConverter.convert
 
-    def convert_for_entire_shapes(self: WeightConverter, layer_name: str, model: Any, **options: Any) -> Any:
-        return convert(self, layer_name, model=_EntireShapes(model), **options)
+    def convert_sharded(self: WeightConverter, layer_name: str, model: nn.Module, **options: Any) -> Any:
+        def get_parameter(name: str) -> Tensor:
+            parameter = model.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]]
+            return torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
 
-    core_model_loading.rename_source_key = rename_source_key
-    WeightConverter.convert = convert_for_entire_shapes
-    try:
+        with patch.object(model, "get_parameter", get_parameter):
+            return convert(self, layer_name, model=model, **options)
+
+    with (
+        patch.object(core_model_loading, "rename_source_key", rename_source_key),
+        patch.object(WeightConverter, "convert", convert_sharded),
+    ):
         yield
-    finally:
-        core_model_loading.rename_source_key, WeightConverter.convert = rename, convert
-
-
-class _EntireShapes:
-    """A sharded model for conversions, some of which read the shape of the parameter."""
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-
-    def get_parameter(self, name: str) -> Tensor:
-        parameter = self._model.get_parameter(name)
-        return torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 @contextmanager

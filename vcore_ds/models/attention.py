@@ -16,7 +16,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -100,43 +101,28 @@ _UNSUPPORTED_ARGUMENTS = ("position_bias", "sinks", "indices", "block_indices")
 """Arguments of some architectures (Inkling, MiniMax-M3). Ignoring them would be a silent error."""
 
 
-@dataclass(frozen=True)
-class MaskDescription:
+class MaskDescription(NamedTuple):
     """What `comparing_masks` makes an architecture pass to its attention in place of a mask."""
 
     window: int | None  # as `Scoring.sliding_window`
     is_customised: bool = False  # whether the mask has conditions of the architecture's own
-
-    def __str__(self) -> str:
-        if self.is_customised:
-            return "a mask of its own"
-        return "all earlier tokens" if self.window is None else f"a window of {self.window:,} tokens"
 
 
 @contextmanager
 def comparing_masks() -> Iterator[None]:
     """Context of a forward in which our attention raises UserError if the architecture's mask is not a causal one with
     the window that the layer passes: transformers' attention takes windows from the mask alone, ours from the layer."""
-    mask_functions, find_packs = AttentionMaskInterface._global_mapping, masking_utils.find_packed_sequence_indices
-    mask_functions[TRAINING_ATTENTION] = _describe_mask
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # it reads values, which meta tensors lack
-    try:
+
+    def describe(*, local_size: int | None = None, use_vmap: bool = False, **others: object) -> MaskDescription | None:
+        is_causal = "allow_is_bidirectional_skip" not in others
+        return MaskDescription(local_size, use_vmap) if is_causal else None
+
+    with (
+        patch.dict(AttentionMaskInterface._global_mapping, {TRAINING_ATTENTION: describe}),
+        # It reads values, which tensors on the meta device lack.
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    ):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find_packs
-        del mask_functions[TRAINING_ATTENTION]
-
-
-def _describe_mask(
-    *,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    allow_is_bidirectional_skip: bool | None = None,
-    **_: object,
-) -> MaskDescription | None:
-    """Take the arguments of transformers' mask functions: `local_size` is the window, and `use_vmap` true of masks with
-    more conditions. None for masks that are not causal, which have the third one."""
-    return MaskDescription(local_size, use_vmap) if allow_is_bidirectional_skip is None else None
 
 
 def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
@@ -160,8 +146,12 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:
         unknown = [name for name in _UNSUPPORTED_ARGUMENTS if others.get(name) is not None]
         if isinstance(attention_mask, MaskDescription):
-            if attention_mask != (passed := MaskDescription(sliding_window)):
-                unknown.append(f"{attention_mask} (by its mask), where it passes {passed}")
+            if attention_mask.is_customised:
+                unknown.append("a mask of its own")
+            elif attention_mask.window != sliding_window:
+                unknown.append(
+                    f"a window of {attention_mask.window or 'all'} tokens by its mask, {sliding_window} else"
+                )
             attention_mask = None
         if attention_mask is not None or sequence_layout is None or unknown:
             reason = "does not pass the decoder's keyword arguments on to its attention"
