@@ -134,6 +134,9 @@ def test_peaks_of_the_largest_model() -> None:
     assert estimate.transient_bytes("utility") / 1e9 == pytest.approx(12, rel=0.2)
     assert estimate.peak_phase == "main"
     assert estimate.peak_bytes == estimate.persistent_bytes + estimate.transient_bytes("main")
+    assert estimate.margin_bytes == 2**30 + int(0.05 * estimate.peak_bytes)
+    copied = estimate_memory(QWEN3_32B, replace(FULL, ranks_of_second_copy=4)).persistent
+    assert copied["second copy of the parameters"] == 2 * -(-parameter_counts(QWEN3_32B).all // 4)
 
 
 def test_parameters_of_a_tensor_parallel_shard_by_hand() -> None:

@@ -46,6 +46,7 @@ FALLING = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
     [
         (UTILITIES, {"top": 0.25}, [0, 6]),
         (UTILITIES, {"top": 0.5}, [0, 2, 4, 6]),
+        (UTILITIES, {"top": 0.45}, [0, 2, 4, 6]),  # 3.6 of 8
         (UTILITIES, {"top": 0.375}, [0, 2, 6]),  # of two equal ones the first
         (UTILITIES, {"top": 1.0}, [0, 1, 2, 4, 5, 6]),  # a utility that is not finite is never kept
         (UTILITIES, {"top": 0.25, "within": "source"}, [0, 6]),
