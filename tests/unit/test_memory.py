@@ -221,6 +221,9 @@ def test_memory_that_is_free_keeps_activations() -> None:
     lora = replace(FULL, lora=LoraConfig(rank=8, alpha=8))
     assert choose(2**50, lora).loss == LossMemory(2**31)  # the gradient of a frozen weight is not needed
     assert choose(2**50, replace(FULL, is_checkpointed=False)) == replace(everything, num_kept=0, keeps_attention=False)
+    other = replace(QWEN3_32B, is_counted=False)
+    chosen_for_other = choose_activations(other, FULL, None, Available(2**50, 2**50), recomputes_all=False)
+    assert chosen_for_other == replace(everything, num_kept=0, keeps_attention=False)
     on_cpu = choose(2**50, replace(FULL, on_gpu=False))
     assert on_cpu == replace(everything, loss=DEFAULT_LOSS_MEMORY)
     assert on_cpu.recomputed_share == 0 and choose(2**50, recomputes_all=True).recomputed_share == 1
@@ -231,6 +234,9 @@ SIZES = dict(hidden_size=96, head_dim=32, intermediate_size=160)
 LAYERS = {  # model type, sizes, and bytes of `1 + weight` in fp32 that the norms of Gemma save
     "dense": (None, SIZES, 0),
     "moe": ("qwen3_moe", dict(SIZES, moe_intermediate_size=48, mlp_only_layers=[]), 0),
+    "llama": ("llama", dict(SIZES, num_key_value_heads=2), 0),
+    "mistral": ("mistral", dict(SIZES, num_key_value_heads=2), 0),
+    "qwen2": ("qwen2", dict(SIZES, num_key_value_heads=2), 0),
     "four norms": ("gemma3_text", dict(SIZES, num_key_value_heads=2), 4 * (4 * 96 + 2 * 32)),
 }
 
@@ -281,6 +287,7 @@ def test_a_layer_keeps_what_autograd_saves(layer: str, dtype: torch.dtype, dropo
         estimated[is_checkpointed] = phases[1][part] - phases[0][part]
         backward[is_checkpointed] = phases[1]["a layer's backward"]
     assert estimated == saved
+    assert shape.is_counted == (layer != "four norms")
     assert saved[True] == NUM_TOKENS * 96 * dtype.itemsize
     # The layer that is recomputed saves the same; a norm of Llama its input, which is the checkpoint.
     assert backward[True] - backward[False] == saved[False] - (saved[True] if layer != "four norms" else 0)

@@ -130,7 +130,7 @@ def choose_activations(
 ) -> ActivationMemory:
     """Choose what a step keeps for its backward instead of computing it again: what saves most time for its bytes
     first, as long as the estimate leaves its margin. `recomputes_all`: every checkpointed layer keeps its input alone;
-    so do those of architectures for which the estimate is not exact. `shape`, `counts`: as for `estimate_memory`."""
+    so do those of architectures that are not counted exactly. `shape`, `counts`: as for `estimate_memory`."""
     chosen = ActivationMemory(shape.num_layers)
 
     def keep_first(candidates: Iterable[ActivationMemory]) -> None:
@@ -142,7 +142,7 @@ def choose_activations(
                 chosen = activations
                 return
 
-    keeps_layers = settings.is_checkpointed and not recomputes_all and shape.has_llama_norms
+    keeps_layers = settings.is_checkpointed and not recomputes_all and shape.is_counted
     if settings.on_gpu:
         keep_first(replace(chosen, loss=LossMemory(block_bytes)) for block_bytes in _LOSS_BLOCKS)
     if keeps_layers:
