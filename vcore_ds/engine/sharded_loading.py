@@ -95,7 +95,7 @@ def _converting_as_without_zero3() -> Iterator[None]:
 
     def convert_sharded(self: WeightConverter, layer_name: str, model: nn.Module, **options: Any) -> Any:
         def get_parameter(name: str) -> Tensor:
-            parameter = model.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]]
+            parameter = type(model).get_parameter(model, name)
             return torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=parameter.dtype, device="meta")
 
         with patch.object(model, "get_parameter", get_parameter):

@@ -8,7 +8,7 @@ program that opens the one opens the other.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -109,10 +109,19 @@ def _map_to_model(
     return tensors, None
 
 
-def rename_source_key(source_key: str, *arguments: Any, meta_state_dict: Any = None, **options: Any) -> Any:
+def rename_source_key(
+    source_key: str,
+    weight_renamings: list[WeightRenaming],
+    weight_converters: list[WeightConverter],
+    base_model_prefix: str | None = None,
+    meta_state_dict: dict[str, Tensor] | None = None,
+    reverse: bool = False,
+) -> tuple[str, str | None]:
     """As transformers' function, but names of the model stay, which its loading under ZeRO-3 renames: those of DeepSeek
     V4's files end in `.norm.weight` in the decoder and in its compressors."""
-    name, pattern = _rename_source_key(source_key, *arguments, meta_state_dict=meta_state_dict, **options)
+    name, pattern = _rename_source_key(
+        source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, reverse
+    )
     is_known = meta_state_dict is not None and name not in meta_state_dict and source_key in meta_state_dict
     return (source_key, None) if is_known else (name, pattern)
 
