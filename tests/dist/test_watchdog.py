@@ -1,6 +1,7 @@
 """Two ranks, one of which fails in a way that a launcher does not notice, or notices later than the other rank."""
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -18,10 +19,11 @@ import torch
 from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.common.errors import UserError
-from vcore_ds.distributed import layout, watchdog
+from vcore_ds.distributed import layout, position, watchdog
+from vcore_ds.distributed.position import mark
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.distributed.signals import stop_signals
-from vcore_ds.distributed.watchdog import Identity, is_alive, mark
+from vcore_ds.distributed.watchdog import Identity, is_alive
 
 pytestmark = pytest.mark.dist
 
@@ -33,6 +35,7 @@ SAID = {
     "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
     "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
     "stopped elsewhere in its first collective": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
+    "all in one phase": r"rank 1: rank 0 .*, last seen at: step 3, main: no rank has gone on for \d+ s; the run ends",
 }
 SAID_WITHOUT_STEPS = {
     "error without steps": r"rank 0: PLACE: ValueError: no such token; the launcher ended this rank \(SIGTERM\)",
@@ -56,11 +59,12 @@ def run_case(arguments: Sequence[str]) -> int:
     if case in NOTICED_BY_THE_COLLECTIVE or case == "error without steps":
         watchdog.GRACE_SECONDS = watchdog.SEARCH_SECONDS = HANG_SECONDS
     watchdog.LEAVING_SECONDS = HANG_SECONDS
+    position.LEAST_STALL_SECONDS = 5.0 if case == "all in one phase" else HANG_SECONDS
     stop_signals.listen()
     start_process_group(timeout_minutes=2)
     rank, first_process = int(os.environ["RANK"]), layout.gather_objects("job", Identity.current())[0].process()
     if "first collective" in case and rank == 1:
-        torch.distributed.all_reduce = torch.distributed.all_gather_object = stop_and_exit
+        torch.distributed.all_reduce = torch.distributed.all_gather_object = lambda *_, **__: stop_and_exit()
     # 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
     timeout_minutes = 0.2 if case == "stuck" else HANG_SECONDS / 60
     try:
@@ -78,8 +82,12 @@ def run_case(arguments: Sequence[str]) -> int:
     return 0
 
 
-def stop_and_exit(*_: Any, **__: Any) -> None:
+def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_and_exit() -> None:
+    stop_this_process()
     os._exit(1)
 
 
@@ -115,6 +123,11 @@ def fail(case: str, rank: int) -> None:
     while rank == 1 and rank_watchdog._num_exchanges < num_exchanges + 2:
         time.sleep(0.1)  # it must not stop in the collective before it has sent its place
     layout.sum_over("job", [0.0])  # rank 0 has seen the place
+    if case == "all in one phase":
+        for _ in range(3):
+            mark("main")
+            time.sleep(0.1)
+        time.sleep(600 * rank)
     if rank == 1:
         if case == "stuck":
             time.sleep(600)
@@ -123,7 +136,7 @@ def fail(case: str, rank: int) -> None:
         elif case == "mistake elsewhere":
             raise UserError("no such file")
         else:
-            os.kill(os.getpid(), signal.SIGKILL if case == "killed elsewhere" else signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL) if case == "killed elsewhere" else stop_this_process()
     if case == "error without steps":
         time.sleep(HANG_SECONDS)  # it reads a file while the launcher ends it because of rank 1
     mark("main")
@@ -142,7 +155,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder: Path = tmp_path_factory.mktemp("watchdog")
 
     def start(case: str, *, rank_0_serves_store: bool = False) -> ForkedJob:
-        return ForkedJob(run_case, [case], folder / f"{case}.log", num_ranks=2, rank_0_serves_store=rank_0_serves_store)
+        log, traces = folder / f"{case}.log", {"TORCH_FR_DUMP_TEMP_FILE": str(folder / f"{case} ")}
+        return ForkedJob(run_case, [case], log, num_ranks=2, rank_0_serves_store=rank_0_serves_store, **traces)
 
     with ExitStack() as stack:
         jobs = {case: stack.enter_context(start(case)) for case in SAID | SAID_WITHOUT_STEPS}
@@ -168,6 +182,10 @@ def test_the_failing_rank_is_named_with_its_place(ended: dict[str, Ended], case:
         assert output.count("most recent call first") >= 4
         assert re.search(r"in sum_over$", output, re.MULTILINE)
         assert re.search(r"test_watchdog.py\", line \d+ in fail", output)
+    for path in re.findall("its last collectives, for torchfrtrace: (.*)", output):
+        recorded = [entry["profiling_name"] for entry in pickle.loads(Path(path).read_bytes())["entries"]]
+        assert "gloo:all_reduce" in recorded
+    assert case != "all in one phase" or "torchfrtrace" in output
 
 
 def test_ranks_with_the_same_error_seconds_apart_exit_in_order(ended: dict[str, Ended]):

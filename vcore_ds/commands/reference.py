@@ -52,8 +52,9 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     with lasting_imports():
         from vcore_ds.data.dataset import write_reference
         from vcore_ds.data.tokenization import load_tokenizer
+        from vcore_ds.distributed.position import mark
         from vcore_ds.distributed.process_group import run_on_first_rank
-        from vcore_ds.distributed.watchdog import mark, watching
+        from vcore_ds.distributed.watchdog import watching
         from vcore_ds.models.architecture_check import check_model
         from vcore_ds.planning.deepspeed_json import deepspeed_config
         from vcore_ds.planning.settings import derive_plan_settings

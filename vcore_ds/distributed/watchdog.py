@@ -14,53 +14,24 @@ import json
 import math
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from vcore_ds.common.errors import EXIT_STOPPED, OutOfMemory, RunFailed, RunStopped, UserError, first_line
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.position import Position, find_stall_seconds, get_position, reset_position
 from vcore_ds.distributed.process_group import end_process_group
 from vcore_ds.distributed.signals import stop_signals
-
-
-@dataclass(frozen=True)
-class Position:
-    """Position of a rank's main thread. All ranks pass the same marks in the same order, so more marks are further."""
-
-    num_marks: int = 0
-    step: int = 0
-    phase: str = "loading"
-    is_loading: bool = True
-    beat: int = 0
-    left: bool = False  # whether the rank has ended normally
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}" if self.step else self.phase
-
-
-_position = Position()
-
-
-def get_position() -> Position:
-    """Return this rank's position."""
-    return _position
-
-
-def mark(phase: str, step: int | None = None, *, is_loading: bool = False) -> None:
-    """Record that the main thread enters a phase (a word or two), in optimizer step `step`, from 1 (None for no
-    change). `is_loading`: a phase that reads large files, see `LOADING_PATIENCE_SECONDS`. All ranks must call it; it
-    does not communicate."""
-    global _position
-    step = _position.step if step is None else step
-    num_marks = _position.num_marks + 1
-    _position = replace(_position, num_marks=num_marks, phase=phase, step=step, is_loading=is_loading)
 
 
 @dataclass(frozen=True)
@@ -110,7 +81,10 @@ LEAVING_SECONDS = GRACE_SECONDS + 5 * BEAT_SECONDS
 """Longest time that rank 0 waits for the others to sign off: ranks that are told of an error end after GRACE_SECONDS.
 """
 
-STUCK_SHARE = 0.9  # of engine.timeout_minutes: a rank is stuck before the collectives that wait for it time out
+DUMP_SECONDS = 20.0  # for the record of the last collectives
+
+STUCK_SHARE = 0.9
+"""Share of engine.timeout_minutes after which a rank is stuck: before the collectives that wait for it time out."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +102,7 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
     """A context, watched by the watchdog, for all work of the ranks together; it ends with the process group, which
     survives an error on several ranks. Entering, and leaving without an error, are collectives. `lost_rank_seconds`:
     without a heartbeat, after which a rank counts as hung; `timeout_minutes`: of collectives."""
-    global _position
-    _position = Position()  # not that of an earlier command in this process
+    reset_position()
     if layout.size("job") == 1:
         try:
             yield
@@ -202,10 +175,11 @@ class Watchdog:
         ]
 
     def _exchange_identities(self) -> list[Identity]:
-        """Exchange identities through the store: NCCL blocks in C in the first collective if a rank is missing."""
+        """Exchange the identities of all ranks through the store: no collective, since NCCL makes a communicator in the
+        first one, blocks in C where a rank is missing, and must be watched by then."""
         names = [f"identity/{rank}" for rank in range(layout.size("job"))]
         self._store.set(names[self._rank], json.dumps(asdict(Identity.current())))
-        if self._rank == 0:  # requests shall not grow with the square of the number of ranks
+        if self._rank == 0:  # so that the requests do not grow with the square of the number of ranks
             self._store.set("identities", "\n".join(line.decode() for line in self._store.multi_get(names)))
         return [Identity(**json.loads(line)) for line in self._store.get("identities").splitlines()]
 
@@ -356,6 +330,8 @@ class Watchdog:
         return self._judge_progress(now) if self._rank == 0 else None
 
     def _judge_progress(self, now: float) -> Verdict | None:
+        if (seconds := find_stall_seconds()) is not None:
+            return Verdict(f"{self._locate(0)}: no rank has gone on for {seconds:.0f} s")
         positions = self._positions | {0: get_position()}
         furthest = max(positions.values(), key=lambda position: position.num_marks)
         for rank, position in positions.items():
@@ -382,6 +358,9 @@ class Watchdog:
             # It cannot end by itself, and launchers wait half a minute before they kill it.
             with suppress(psutil.NoSuchProcess):
                 self._local[verdict.hung_rank].kill()
+        if verdict.exit_code == 1 and not verdict.is_explained:
+            with suppress(Exception):  # of any kind: the process must end
+                _say(f"its last collectives, for torchfrtrace: {_dump_collectives()}")
         if self._rank == 0:
             time.sleep(2 * BEAT_SECONDS)  # it may serve the store, from which the others still read the verdict
         os._exit(verdict.exit_code)
@@ -399,6 +378,19 @@ def _format_stacks() -> str:
     file = os.memfd_create("stacks")
     faulthandler.dump_traceback(file, all_threads=True)
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").rstrip()
+
+
+def _dump_collectives() -> str:
+    """Write PyTorch's record of the last collectives to a file, as NCCL's watchdog would after
+    `engine.timeout_minutes`; return its path."""
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace")
+    # It asks NCCL for its communicators, and NCCL may hang: a thread without Python's lock then ends this process.
+    faulthandler.dump_traceback_later(DUMP_SECONDS, exit=True)
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/nccl_trace_rank_")
+    path = f"{prefix}{layout.rank('job')}"
+    Path(path).write_bytes(dump())
+    faulthandler.cancel_dump_traceback_later()
+    return path
 
 
 def _say(text: str) -> None:

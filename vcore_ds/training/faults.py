@@ -13,7 +13,8 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset, JoinedDataset, find_token_store
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.distributed.watchdog import Identity, get_position
+from vcore_ds.distributed.position import get_position
+from vcore_ds.distributed.watchdog import Identity
 from vcore_ds.engine.flat_shards import as_partitioned, unpadded_shard
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
 from vcore_ds.planning.fit import MemoryPlan, describe_exhaustion

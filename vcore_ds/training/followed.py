@@ -18,7 +18,7 @@ from vcore_ds.data.batches import Batch
 from vcore_ds.data.dataset import Dataset, keep_random_tokens, list_shares, shuffle_by_share
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.watchdog import mark
+from vcore_ds.distributed.position import mark
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training.feed import Feed, make_rank_batches
 from vcore_ds.training.step_metrics import split_columns

@@ -16,9 +16,9 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
+from vcore_ds.distributed.position import get_position, mark
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.distributed.signals import Stops, stop_signals
-from vcore_ds.distributed.watchdog import get_position, mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
 from vcore_ds.method.objective import Normalization, sequence_shares
 from vcore_ds.models.description import read_model

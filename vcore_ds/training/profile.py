@@ -11,7 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import ProfileConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.distributed.watchdog import mark
+from vcore_ds.distributed.position import mark
 from vcore_ds.training import console
 from vcore_ds.training.run_folder import PROFILES
 

@@ -21,8 +21,9 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import computes_in_fp32
 from vcore_ds.distributed.device import device
+from vcore_ds.distributed.position import mark
 from vcore_ds.distributed.process_group import run_on_first_rank
-from vcore_ds.distributed.watchdog import mark, watching
+from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import check_model, count_parameters

@@ -22,7 +22,7 @@ from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import available_host_bytes, available_memory_bytes, device
-from vcore_ds.distributed.watchdog import mark
+from vcore_ds.distributed.position import mark
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import describe_alternatives_to_jvp
 from vcore_ds.models.attention import comparing_masks

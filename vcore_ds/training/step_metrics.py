@@ -17,7 +17,7 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import peak_memory
-from vcore_ds.distributed.watchdog import mark
+from vcore_ds.distributed.position import mark
 from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, utility_moments
 from vcore_ds.method.weights import GibbsWeights, Tokens, segment_sum
 from vcore_ds.training import console

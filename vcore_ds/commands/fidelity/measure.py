@@ -29,7 +29,8 @@ from vcore_ds.config.sections import UtilityConfig
 from vcore_ds.data.dataset import list_shares, shuffle_by_share
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.watchdog import mark, watching
+from vcore_ds.distributed.position import mark
+from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.weights import Tokens, segment_sum
 from vcore_ds.models.architecture_check import check_model

@@ -36,8 +36,9 @@ from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks
+from vcore_ds.distributed.position import mark
 from vcore_ds.distributed.process_group import run_on_first_rank
-from vcore_ds.distributed.watchdog import mark, watching
+from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_model, count_parameters
