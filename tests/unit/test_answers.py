@@ -250,6 +250,10 @@ def test_a_batch_has_the_kept_tokens_of_its_sequences(dataset) -> None:
     assert kept_labels.tolist() == [*first.input_ids[first.kept], *second.input_ids[second.kept]]
     again = keep_random_tokens(dataset(r"word " * 30 + r"\boxed{777}", "no answer here at all"), 0.2, seed=1)
     assert all((a.kept == b.kept).all() for a, b in zip(again, data, strict=True))
+    one, two = keep_random_tokens(dataset("no answer here at all", "no answer here at all"), 0.2, seed=1)
+    assert (one.kept != two.kept).any() and (
+        one.kept != keep_random_tokens(dataset("no answer here at all"), 0.2, 2)[0].kept
+    ).any()
 
 
 def test_without_a_mask_every_target_is_kept(dataset) -> None:

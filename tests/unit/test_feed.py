@@ -111,6 +111,11 @@ def test_the_trusted_share_of_each_batch_comes_from_the_pool(first_rank) -> None
         counts.update(batch.sequence_ids)
         assert sum(i >= NUM_TRAINING for i in batch.sequence_ids) == 2
     assert {counts[i] for i in range(NUM_TRAINING)} == {3}  # 60 of them
+    # Drawn independently of a probe of as many.
+    method = {"method": recipe.method.model_copy(update={"name": "vcore"})}
+    probed = make_feed(recipe.model_copy(update=method), 1, make_dataset(NUM_TRUSTED, token=7))
+    probed.probe_stream.batch_size = probed.trusted_stream.batch_size
+    assert any(probed.trusted_stream.step(k) != probed.probe_stream.step(k) for k in range(10))
     assert set(counts) == set(range(NUM_TRAINING + NUM_TRUSTED))
     assert feed.epoch(10) == 3.0
 

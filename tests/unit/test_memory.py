@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
@@ -21,7 +22,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, choose_activations, describe_shortage, plan_memory
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, parse_shape
-from vcore_ds.planning.memory import estimate_memory
+from vcore_ds.planning.memory import estimate_memory, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import ParameterCounts, parameter_counts
 from vcore_ds.planning.settings import (
@@ -59,6 +60,8 @@ def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes:
 
 
 SMALL, SMALL_LORA = make_shape(2, 1024, 16, 3072, tied=True), LoraConfig(rank=8, alpha=8)
+SMALL_VOCABULARY = make_shape(2, 1024, 16, 3072, tied=True, vocabulary=512)
+SUB_GROUP_SIZE = DeepSpeedZeroConfig().sub_group_size
 
 
 def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
@@ -78,14 +81,20 @@ def test_unsharded_gradients_have_an_fp32_sum_beside_those_in_16_bits(lora: Lora
         estimate_memory(SMALL, replace(settings, coalesces_gradients=coalesces)).phases["main"]["whole gradients"]
         for coalesces in (False, True)
     )
-    assert once - each == num_bytes * parameter_counts(SMALL, lora).trained
+    counts = parameter_counts(SMALL, lora)
+    assert once - each == num_bytes * counts.trained
+    # A shard of frozen parameters in 16 bits, and one of those that are trained.
+    frozen = -(-(counts.all - counts.trained) // 8)
+    shard = 2 * frozen + (2 if lora is None else 4) * -(-counts.trained // 8)
+    assert estimate_memory(SMALL, settings).persistent["parameters"] == shard
 
 
 def test_muon_has_one_moment_of_the_layers_matrices_and_two_of_the_rest() -> None:
     muon = replace(FULL, optimizer="muon")
     in_layers = 64 * QWEN3_32B.layer_parameters
-    saved = estimate_memory(QWEN3_32B, FULL).persistent_bytes - estimate_memory(QWEN3_32B, muon).persistent_bytes
-    assert saved == 4 * -(-in_layers // FULL.num_ranks)
+    for num_ranks in (8, 7):  # shards of equal size: seven have padding
+        adam, one = (estimate_memory(QWEN3_32B, replace(x, num_ranks=num_ranks)).persistent_bytes for x in (FULL, muon))
+        assert adam - one == 4 * -(-in_layers // num_ranks)
     largest = 2 * (6 * 25600 * 5120 + 3 * 5120**2)
     assert estimate_memory(QWEN3_32B, muon).phases["step"]["a matrix of Muon"] == largest
     # Orthogonalized on the device all the same.
@@ -107,6 +116,10 @@ def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
     assert few.phases["probe"] == {
         "direction before it is factorized": few.persistent["parameters"], "matrices that are factorized": in_fp32
     }  # fmt: skip
+    assert few.peak_phase == "probe" and few.phases["step"] == {"gradients of the update": 4 * SUB_GROUP_SIZE}
+    few_tokens = replace(FULL, probe_rank=64, num_ranks=1, probe_tokens=8)
+    in_a_layer = estimate_memory(SMALL_VOCABULARY, few_tokens).phases["probe"]
+    assert in_a_layer["matrices that are factorized"] == 4 * SMALL_VOCABULARY.layer_parameters
     staged = replace(FULL, stages_checkpoints=True)
     with_direction = estimate_memory(QWEN3_32B, replace(staged, probe_rank=64, keeps_direction=True))
     copied = with_direction.host_bytes - estimate_memory(QWEN3_32B, staged).host_bytes
@@ -125,6 +138,9 @@ def test_a_rank_keeps_the_factors_of_its_experts() -> None:
     ]
     elsewhere = 3 * experts.num_layers * experts.num_experts * 7 // 8
     assert kept[0] - kept[1] == 2 * 16 * elsewhere * (experts.width + moe.hidden_size)
+    # Nor has it gradients of the others, in 16 bits and summed in fp32.
+    gradients = [estimate_unsharded_gradients(moe, replace(FULL, expert=n), parameter_counts(moe)) for n in (1, 8)]
+    assert gradients[0] - gradients[1] == (2 + 4) * elsewhere * experts.width * moe.hidden_size
 
 
 def test_peaks_of_the_largest_model() -> None:
@@ -187,6 +203,8 @@ def test_pinned_host_memory_is_rounded_up_to_powers_of_two() -> None:
     assert pinned["activation checkpoints"] == 65 * 2**28
     assert pageable["gradients"] <= pinned["gradients"] == 2 * 2 ** math.ceil(math.log2(pageable["gradients"] / 2))
     assert pinned["moments"] == pageable["moments"]
+    of_probe = replace(settings, main_tokens=1, probe_tokens=16_384)
+    assert estimate_memory(QWEN3_32B, of_probe).host["activation checkpoints"] == pinned["activation checkpoints"]
 
 
 def choose(num_bytes: float, settings: MemorySettings = FULL, *, recomputes_all: bool = False) -> ActivationMemory:

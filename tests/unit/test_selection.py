@@ -22,6 +22,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import compute_file_digest
 from vcore_ds.config.data_section import DataConfig, KeepConfig
 from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.data.cache import find_or_make_store
@@ -31,7 +32,10 @@ from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import ScoredCheckpoint, read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.models.model_identity import compute_model_digest
+from vcore_ds.training.feed import DataReader
 from vcore_ds.training.keep import read_kept, read_matching_kept
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
@@ -83,6 +87,18 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_store(setup: Path) -> TokenStore:
     return TokenStore(setup / "store", load_tokenizer(str(setup / "model")))
+
+
+def test_nodes_with_different_scores_are_refused(setup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one name; the digests of other nodes are given here."""
+    settings = {"train_path": str(setup / "store"), "keep": {"scores": str(setup / "one"), "top": 0.5}}
+    start_process_group(timeout_minutes=1)
+    model = str(setup / "model")
+    reader = DataReader(DataConfig.model_validate(settings), model, load_tokenizer(model))
+    assert len(reader.read_training_data(MethodConfig(name="sft"), 0)) == 6
+    monkeypatch.setattr(layout, "gather_objects", lambda axis, digest: [digest, digest[::-1]])
+    with pytest.raises(UserError, match=f"data.keep.scores: {setup / 'one'}: found different scores on different"):
+        reader.read_training_data(MethodConfig(name="sft"), 0)
 
 
 def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:

@@ -195,6 +195,13 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
     )
 
 
+def test_a_run_warns_of_rows_that_are_left_out(setup: Path, one_rank: None, tmp_path: Path, capsys) -> None:
+    (path := tmp_path / "train.jsonl").write_text("{broken\n" + (setup / "a.jsonl").read_text())
+    make_reader(setup, train_path=str(path), max_malformed=0.5).read_store(str(path))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    assert f"{path}: 1 malformed rows are left out" in line
+
+
 def test_one_file_in_a_list_is_that_file(setup: Path, one_rank: None) -> None:
     plain, listed = (
         read_data(setup, train_path=train) for train in (str(setup / "a.jsonl"), list_weighted(setup, a=0.3))
@@ -307,6 +314,11 @@ def test_a_run_counts_the_rows_that_are_too_long(setup: Path, one_rank: None) ->
     assert say(longest).endswith(f"supervised), {longest} in the longest") and 0 < num_kept < len(lengths)
     assert say(cutoff).endswith(f"; {len(lengths) - num_kept} dropped: longer than {cutoff} tokens")
     assert f"{num_kept} of {len(lengths)} rows kept" in say(cutoff)
+    # Of several files all together; unknown where one does not tell.
+    joined = make_reader(setup, train_path=list_weighted(setup, a=1, b=1), cutoff_length=cutoff).read_training_stores()
+    assert joined.count_dropped_rows() == (10, {f"longer than {cutoff} tokens": 10 - len(joined)})
+    joined.parts[0].manifest["counts"].pop("rows")
+    assert joined.count_dropped_rows()[0] is None
 
 
 def test_a_file_without_remaining_traces_is_refused(setup: Path, one_rank: None) -> None:

@@ -107,7 +107,6 @@ class JoinedStores(JoinedDataset):
             "filters": manifests[0].get("filters", {}),
             "source": [source for manifest in manifests for source in manifest.get("source", [])],
             **{key: sum(manifest[key] for manifest in manifests) for key in ("num_tokens", "num_supervised_tokens")},
-            "longest": max(manifest.get("longest", 0) for manifest in manifests),
         }
 
     @property
