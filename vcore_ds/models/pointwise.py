@@ -11,6 +11,7 @@ values and gradients equal Hugging Face's to the last bit in fp32 and bf16. Valu
 tangents.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -35,8 +36,8 @@ def use_formulas(model: nn.Module) -> None:
             module.__class__ = _with_forward(kind, _norm_forward)
         elif _has_same_code(kind.forward, modeling_llama.LlamaMLP.forward) and _is_silu(module.act_fn):
             module.__class__ = _with_forward(kind, _mlp_forward)
-        elif _rotates_like_llama(kind.forward):
-            module.__class__ = _with_forward(kind, _with_rotation(kind.forward))
+        elif _rotates_like_llama(forward := inspect.unwrap(kind.forward)):  # from transformers' decorators
+            module.__class__ = _with_forward(kind, _with_rotation(forward))
 
 
 def _has_same_code(function: Any, other: Callable[..., Any]) -> bool:
