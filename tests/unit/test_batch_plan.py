@@ -42,6 +42,8 @@ def test_a_plan_has_the_sizes_of_the_recipe() -> None:
     assert plan(2, probe={"micro_batch_size_per_rank": 1}).probe_micro_batch_size_per_rank == 1
     both = plan(2, batch={"micro_batch_size_per_rank": 2}, utility={"micro_batch_size_per_rank": 7})
     assert (both.utility_micro_batch_size_per_rank, both.batches_per_utility_pass) == (7, 3)
+    trusted = {"train_path": "a", "probe_path": "b", "trusted_share": 0.29}  # times 100: 28.999999999999996
+    assert plan(2, batch={"global_size": 100}, data=trusted).num_trusted_global == 29
     recipe = Recipe.model_validate(smallest_recipe())
     on_four_a_node = plan_batch(derive_plan_settings(recipe), 16, QWEN3_32B, ranks_per_node=4, machine=CPU)
     assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)

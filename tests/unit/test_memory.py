@@ -22,7 +22,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, choose_activations, describe_shortage, plan_memory
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, parse_shape
-from vcore_ds.planning.memory import estimate_memory, estimate_unsharded_gradients
+from vcore_ds.planning.memory import MemoryEstimate, estimate_memory, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import ParameterCounts, parameter_counts
 from vcore_ds.planning.settings import (
@@ -335,6 +335,21 @@ def test_memory_settings_follow_the_recipe() -> None:
     assert offloaded.offloads_parameters and offloaded.offloads_optimizer
     assert plan_recipe_memory(16, "checkpoint.async=true").settings.stages_checkpoints
     assert [plan_recipe_memory(16, on_gpu=on_gpu).settings.on_gpu for on_gpu in (True, False)] == [True, False]
+    assert not settings.keeps_direction and plan_recipe_memory(16, "probe.every=4").settings.keeps_direction
+    coalesced = plan_recipe_memory(16, "engine.coalesce_gradient_reduction=true").settings
+    assert coalesced.coalesces_gradients and not settings.coalesces_gradients
+    # Rows of the longest sequence, where the recipe has a number of them and no packs.
+    rows = ("batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=2", "data.cutoff_length=1000")
+    several = ("utility.fused=false", "utility.micro_batch_size_per_rank=6")
+    padded = plan_recipe_memory(16, *rows, *several).settings
+    assert (padded.main_tokens, padded.utility_tokens) == (2000, 6000)
+
+
+def test_ranks_without_gpus_have_one_memory() -> None:
+    offloaded = MemoryEstimate({"parameters": 5}, {"main": {"loss": 2}}, {"moments": 3})
+    assert [Available(n, 0, is_cpu=True).holds(offloaded) for n in (9, 10)] == [False, True]
+    assert [Available(7, n).holds(offloaded) for n in (2, 3)] == [False, True]
+    assert not Available(10, 3).holds(offloaded, margin=4) and Available(11, 3).holds(offloaded, margin=4)
 
 
 def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vcore_ds.models.description import read_model
-from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, parse_shape, read_shape
+from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, QWEN3_32B, parse_shape, read_shape
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import Experts, is_moe, read_experts
 from vcore_ds.planning.passes import TimeModel, active_parameters, linear_flops_per_token, parameter_counts
@@ -138,6 +138,10 @@ def test_time_counts_active_parameters_and_memory_all_of_them() -> None:
     assert linear_flops_per_token(shape) == pytest.approx(2 * (active_parameters(shape) - embedding), rel=1e-3)
     active = shape.num_layers * shape.layer_parameters
     assert TimeModel(shape, 8, 8).read == pytest.approx(300 * (counts.all - 2 * embedding) / active, rel=1e-3)
+    others = counts.all - 2 * embedding - 48 * 128 * 3 * 2048 * 768 * 7 / 8  # held and read elsewhere
+    assert TimeModel(shape, 8, 8, expert=8).read == pytest.approx(300 * others / active, rel=1e-3)
+    # 400 TFLOP/s, 360 GB/s: what a token's linear layers take while 7/8 of the weights arrive, and while all are read.
+    assert TimeModel(QWEN3_32B, 8, 8).micro_step == pytest.approx(400e12 * 7 / 8 / 360e9 + 300)
     # A micro-step gathers everything: nine times as many bytes for each FLOP of a token as in a dense model.
     dense = replace(shape, experts=None)
     ratio = TimeModel(shape, 8, 8).micro_step / TimeModel(dense, 8, 8).micro_step

@@ -26,8 +26,16 @@ from vcore_ds.planning.hardware import (
 )
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import H100, ParameterCounts, PassWork, StepPasses, TimeModel, forward_flops
-from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
+from vcore_ds.planning.passes import (
+    H100,
+    ParameterCounts,
+    PassWork,
+    StepPasses,
+    TimeModel,
+    count_factors,
+    forward_flops,
+)
+from vcore_ds.planning.settings import ActivationMemory, MemorySettings, derive_plan_settings
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""
@@ -86,6 +94,8 @@ def test_seconds_of_matrix_multiplications_by_hand(
     of attention has 2 GEMMs, a backward 5, tangents beside them 5, and a forward together with tangents 6."""
     linear, attention = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
     assert forward_flops(SHAPE, [16]) == (linear + attention) * 1e6
+    headless = replace(SHAPE, vocabulary_size=0)  # a batch is laid out by the work of its layers
+    assert TimeModel(SHAPE, 1, 1).work(16) * 4000 == pytest.approx(forward_flops(headless, [16]))
     cost = compute_cost(settings, FAST, 1, [16])
     passes = {"probe": probe, "utility": utility, "main": main, "step": (0, 0)}
     expected = {phase: times[0] * linear + times[1] * attention for phase, times in passes.items()}
@@ -110,6 +120,7 @@ def test_a_low_rank_direction_by_hand() -> None:
     assert "tangents" not in traffic
     # Two sums in fp32, each a reduce-scatter and an all-gather.
     assert traffic["factors of the direction"].inside == pytest.approx(2 * 4 * (in_layers + 2 * 240) * 7 / 8)
+    assert count_factors(SHAPE, 10, active=True) == 3620  # as they are, where factors would save nothing
     twice = compute_cost(replace(settings, rank_passes=2), FAST, 1, [16])
     assert twice.seconds["probe"] - cost.seconds["probe"] == pytest.approx(4 * 4 * 3000 / 1e6)
     separate = StepPasses.derive(replace(settings, is_fused=False, tensor=2)).utility
@@ -138,6 +149,9 @@ def test_adapters_need_no_gradient_of_weights() -> None:
     lora = replace(SFT, lora=LoraConfig(rank=4, alpha=8))
     train = PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True, attention_again=0.5)
     assert StepPasses.derive(lora).main == train
+    # One of two layers is recomputed, from the output of its attention.
+    kept = replace(SFT, is_checkpointed=True, activations=ActivationMemory(2, num_kept=1, keeps_attention=True))
+    assert StepPasses.derive(kept).main == replace(train, linear=3.5, exchanges=2.5)
     fused = StepPasses.derive(replace(lora, estimator="jvp", is_fused=True))
     assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)
     with_dropout = replace(lora, lora=LoraConfig(rank=4, alpha=8, dropout=0.1), estimator="finite_difference")

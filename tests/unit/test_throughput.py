@@ -72,6 +72,11 @@ def test_a_forward_of_the_base_model_is_extra(method: str) -> None:
     settings = replace(SFT, lora=LORA)
     passes = derive_needed_passes(derive_plan_settings(make_recipe(method, lora={"rank": 4, "alpha": 8.0})), settings)
     assert Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
+    # Without adapters the reference is read from a file; and recomputation is no extra.
+    reference = {"train_path": "t", "reference_log_probabilities": "r"}
+    full = derive_plan_settings(make_recipe("iw_sft", data=reference))
+    passes = derive_needed_passes(full, replace(SFT, is_checkpointed=True))
+    assert passes.utility is None and passes.main.linear == 3
 
 
 def test_a_step_without_a_probe_counts_no_probe() -> None:
