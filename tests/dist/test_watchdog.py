@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -50,6 +51,8 @@ NOTICED_BY_SILENCE = ("killed elsewhere", *STOPPED)
 SAME_MISTAKE = "same mistake on both ranks"
 NO_FAILURE = "no failure"
 
+STALL_SECONDS, SUSPENDED_SECONDS = 5.0, 7.0
+
 
 def run_case(arguments: Sequence[str]) -> int:
     (case,) = arguments
@@ -59,7 +62,7 @@ def run_case(arguments: Sequence[str]) -> int:
     if case in NOTICED_BY_THE_COLLECTIVE or case == "error without steps":
         watchdog.GRACE_SECONDS = watchdog.SEARCH_SECONDS = HANG_SECONDS
     watchdog.LEAVING_SECONDS = HANG_SECONDS
-    position.LEAST_STALL_SECONDS = 5.0 if case == "all in one phase" else HANG_SECONDS
+    position.LEAST_STALL_SECONDS = STALL_SECONDS if case in ("all in one phase", NO_FAILURE) else HANG_SECONDS
     stop_signals.listen()
     start_process_group(timeout_minutes=2)
     rank, first_process = int(os.environ["RANK"]), layout.gather_objects("job", Identity.current())[0].process()
@@ -91,6 +94,12 @@ def stop_and_exit() -> None:
     os._exit(1)
 
 
+def mark_phase_three_times() -> None:
+    for _ in range(3):
+        mark("main")
+        time.sleep(0.1)
+
+
 class SlowStore:
     """A store read by a rank that waits a second for a core between two requests, as under load."""
 
@@ -108,6 +117,9 @@ class SlowStore:
 def fail(case: str, rank: int) -> None:
     mark("reading", step=None if case in SAID_WITHOUT_STEPS else 3)
     if case == NO_FAILURE:
+        mark_phase_three_times()
+        stop_this_process()  # and all others, as a cluster suspends a job
+        time.sleep(watchdog.GRACE_SECONDS + 3 * watchdog.BEAT_SECONDS)  # a verdict would end this process
         return
     rank_watchdog = stop_signals.before_exit.__self__
     if case == SAME_MISTAKE:
@@ -124,9 +136,7 @@ def fail(case: str, rank: int) -> None:
         time.sleep(0.1)  # it must not stop in the collective before it has sent its place
     layout.sum_over("job", [0.0])  # rank 0 has seen the place
     if case == "all in one phase":
-        for _ in range(3):
-            mark("main")
-            time.sleep(0.1)
+        mark_phase_three_times()
         time.sleep(600 * rank)
     if rank == 1:
         if case == "stuck":
@@ -166,6 +176,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
             stopped.wait_for("; the run ends")
             # No rank ends it from another host, and its node's launcher would wait half a minute.
             stopped.rank(1).resume()
+        suspended = [jobs[NO_FAILURE].rank(rank) for rank in range(2)]
+        while any(process.status() != psutil.STATUS_STOPPED for process in suspended):
+            time.sleep(0.1)
+        time.sleep(SUSPENDED_SECONDS)
+        for process in suspended:
+            process.resume()
         return {case: Ended(job.wait(), job.output) for case, job in jobs.items()}
 
 

@@ -59,8 +59,10 @@ def mark(phase: str, step: int | None = None, *, is_loading: bool = False) -> No
     _marked_at = now
 
 
-def find_stall_seconds() -> float | None:
-    """Return the seconds since the last mark if they are so many that the phase must hang, else None."""
-    longest, seconds = _longest_seconds.get(_position.phase, 0.0), time.monotonic() - _marked_at
+def find_stall_seconds(resumed_at: float) -> float | None:
+    """Return the seconds since the last mark, or since this process went on after it was suspended, if they are so many
+    that the phase must hang, else None."""
+    longest = _longest_seconds.get(_position.phase, 0.0)
+    seconds = time.monotonic() - max(_marked_at, resumed_at)
     is_stalled = longest > 0.0 and seconds > max(STALL_FACTOR * longest, LEAST_STALL_SECONDS)
     return seconds if is_stalled else None

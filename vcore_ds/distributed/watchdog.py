@@ -164,7 +164,7 @@ class Watchdog:
         self._changed_at = dict.fromkeys(self._watched, now)
         self._behind: dict[int, tuple[int, float]] = {}
         self._dead_since_exchange: dict[int, int] = {}
-        self._num_exchanges, self._exchanged_at, self._judged_at = 0, now, now
+        self._num_exchanges, self._exchanged_at, self._judged_at, self._resumed_at = 0, now, now, now
         self._store_error: Exception | None = None
         self._to_broadcast: Verdict | None = None
         self._known_verdict: Verdict | None = None
@@ -303,7 +303,8 @@ class Watchdog:
         now = time.monotonic()
         if now - self._judged_at > 5 * BEAT_SECONDS:
             # This process was suspended or swapped out, so its data about the others is old.
-            self._exchanged_at = now
+            self._exchanged_at = self._resumed_at = now
+            self._behind.clear()
             self._changed_at = dict.fromkeys(self._watched, now)
         self._judged_at = now
         if self._store_error is not None:
@@ -330,7 +331,7 @@ class Watchdog:
         return self._judge_progress(now) if self._rank == 0 else None
 
     def _judge_progress(self, now: float) -> Verdict | None:
-        if (seconds := find_stall_seconds()) is not None:
+        if (seconds := find_stall_seconds(self._resumed_at)) is not None:
             return Verdict(f"{self._locate(0)}: no rank has gone on for {seconds:.0f} s")
         positions = self._positions | {0: get_position()}
         furthest = max(positions.values(), key=lambda position: position.num_marks)
