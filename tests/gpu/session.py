@@ -236,11 +236,13 @@ def choose_parts(parts: Sequence[Part], names: Sequence[str], num_gpus: int) -> 
     return [part for part in parts if part.is_gate or part.name.startswith(tuple(names))]
 
 
-def read_arguments(description: str, output: str, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the arguments that `make gpu` and `make gpu8` share."""
+def read_arguments(
+    description: str, output: str, seconds: float, parser: argparse.ArgumentParser
+) -> argparse.Namespace:
+    """Read the arguments that `make gpu` and `make gpu8` share; `output` and `seconds` are defaults."""
     parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="parts whose names begin so")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"until the deadline (default {SECONDS})")
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"until the deadline (default {seconds})")
     parser.add_argument("--output", type=Path, default=Path(output), help=f"folder of the results (default {output})")
     parser.add_argument("--jobs", type=int, default=max(2, os.cpu_count() or 2), help="parts of a stage at a time")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
@@ -273,7 +275,7 @@ def run_session(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rehearse", action="store_true", help="go on without a GPU")
-    arguments = read_arguments(str(__doc__), "runs/gpu", parser)
+    arguments = read_arguments(str(__doc__), "runs/gpu", SECONDS, parser)
     if arguments.list:
         list_parts(PARTS)
     environment = make_environment(os.environ)

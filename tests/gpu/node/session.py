@@ -49,6 +49,9 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> tuple[Part, ...]:
             "Do steps equal the oracle's under every kind of parallelism?", make_rank_arguments(num_ranks, STEPS)
         ),
         "resume": ("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
+        "commands": (
+            "Do preflight, score and asynchronous checkpoints work?", ("-m", "tests.gpu.node.commands", *ranks, *shape)
+        ),
         "kill": ("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
         "layers": (
             "How fast are two layers of Qwen3-32B, and is their memory the plan's?",
@@ -80,8 +83,7 @@ def main() -> None:
         os.environ[IS_LOOPBACK] = "1"
     parts = make_parts(num_ranks or 8, is_tiny=tried is not None)
     folder = REPOSITORY / "runs" / ("gpu8" if tried is None else f"gpu8_{tried}")
-    parser.set_defaults(seconds=SECONDS)
-    arguments = read_arguments(str(__doc__), str(folder), parser)
+    arguments = read_arguments(str(__doc__), str(folder), SECONDS, parser)
     if arguments.list:
         list_parts(parts)
     if num_ranks == 0:
