@@ -101,6 +101,8 @@ PARTS: tuple[Part, ...] = (
     _loopback("2", "Do steps of 2 ranks on one GPU equal the oracle's, over NCCL?", 3, LAUNCHER, "2", "-m", STEPS),
     _loopback("resume", "Do killed runs of 4 ranks end as others do, on 2 ranks too?",
               3, "tests.gpu.node.resume", "--ranks", "4"),
+    _loopback("commands", "Do preflight, score and asynchronous checkpoints work over NCCL?",
+              3, "tests.gpu.node.commands", "--ranks", "2", "--shape", "tiny"),
     Part("small", "Does a real shape train, and are utilities in bf16 right?",
          _speed("small", "--shape", "0.6b", "--layers", "8", "--tokens", "8192", "--rounds", "2"),
          4, 110, 30),

@@ -166,7 +166,6 @@ def test_a_node_uses_the_largest_power_of_two_of_its_gpus() -> None:
 
 
 def test_a_node_has_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had the eight minutes of one GPU, in which four ranks on two cores resume runs, and no more."""
     seconds: list[float] = []
     monkeypatch.setattr(sys, "argv", ["session", "--try", "cpu"])
     monkeypatch.setattr(node_session, "run_session", lambda _, arguments, *__: seconds.append(arguments.seconds))
