@@ -192,6 +192,8 @@ def test_bytes_of_sequence_parallelism_by_hand() -> None:
         estimate_exchange_traffic(1600.0, 16, 8) == Traffic(700.0, 800.0)
         and estimate_exchange_traffic(100.0, 1, 8) == Traffic()
     )
+    # Two exchanges of 40 us in a layer, in tokens of 2 x 1,000 FLOP at 400 TFLOP/s.
+    assert TimeModel(SHAPE, 2, 2).estimate_exchange_latency(2) == pytest.approx(2 * 40e-6 * 400e12 / 2000)
     cost = compute_cost(JVP, FAST, 2, [32], k=2)
     # A forward: 16 tokens, 2 layers, 8 x (2 x 4 + 2 x 2) numbers of 2 bytes, half of them to the other rank.
     forward = 16 * 2 * 96 * 2 / 2

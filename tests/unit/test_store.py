@@ -141,6 +141,10 @@ BROKEN = {
     "broken manifest": (lambda s: (s / "manifest.json").write_text("{"), "/manifest.json: is damaged"),
     "another manifest": (lambda s: (s / "manifest.json").write_text("[]"), "/manifest.json: is damaged"),
     "broken array": (lambda s: overwrite(s / "sequence_id.npy", 8, b"\x76\x00{'descr': ((("), ": cannot be read ("),
+    "empty sequence, equal sums": (
+        lambda s: overwrite(s / "tokens.idx", 34 + 2 * 4, np.array([0, 5 + 8], np.int32).tobytes()),
+        ": damaged, or of different stores",
+    ),
     "empty sequence": (lambda s: overwrite(s / "tokens.idx", 34, SHORT), ": damaged, or of different stores"),
     "longer sequence": (lambda s: overwrite(s / "tokens.idx", 34, LONG), ": damaged, or of different stores"),
     "other sums": (lambda s: change_manifest(s, num_tokens=7, num_supervised_tokens=3), ": damaged, or of different"),
