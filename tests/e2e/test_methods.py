@@ -126,7 +126,7 @@ def test_the_functions_of_the_page_are_trained_with_and_named(folder: Path, caps
     assert title in (folder / "focal" / "adapter" / "README.md").read_text()
     code, output, _ = print_report(capsys, folder / "focal")
     assert code == 0 and title in output
-    assert (folder / "focal" / "my_weights.py").read_text() == (folder / "my_weights.py").read_text()
+    assert (folder / "focal" / "my_weights.py").read_bytes() == (folder / "my_weights.py").read_bytes()
     assert print_report(capsys, folder / "helpful")[0] == 0
 
 

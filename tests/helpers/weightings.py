@@ -31,4 +31,4 @@ def write_functions_of_page(folder: Path) -> None:
     """Write the file of functions that docs/custom-weighting.md shows, as it is there."""
     page = (REPOSITORY / "docs" / "custom-weighting.md").read_text(encoding="utf-8")
     name, source = re.search(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL).groups()
-    (folder / name).write_text(source)
+    (folder / name).write_text(f"# -*- coding: latin-1 -*-\n# \xe9\n{source}", encoding="latin-1")

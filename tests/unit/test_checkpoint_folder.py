@@ -199,6 +199,8 @@ def test_newer_checkpoints_that_did_not_verify_are_set_aside(tmp_path: Path):
     assert list_names(tmp_path) == ["step_00000010", "step_00000020.rejected", "step_00000030.rejected"]
     shutil.copytree(tmp_path / "step_00000010", tmp_path / "step_00000020")
     files.set_aside_newer(tmp_path, 10)  # a second time with the same number
+    rejected = ["step_00000020.rejected", "step_00000020.rejected_2", "step_00000030.rejected"]
+    assert list_names(tmp_path) == ["step_00000010", *rejected] and (tmp_path / rejected[0] / "COMPLETE").exists()
     assert [folder.name for folder in files.list_checkpoints(tmp_path)] == ["step_00000010"]
 
 

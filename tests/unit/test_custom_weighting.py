@@ -130,7 +130,7 @@ def test_a_resumed_run_must_have_the_same_function(folder: Path) -> None:
     moved = load(folder, *words, f"method.function={Path.cwd()}/my_weights.py:focal")
     assert moved.method.function != first.method.function and can_resume(moved) and can_resume(first)
     assert differing_keys(first, load(folder, *words, "method.options={gamma: 3}")).keys() == {"method.options"}
-    file.write_text(file.read_text().replace("** gamma", "** (gamma + 1)"))
+    file.write_bytes(file.read_bytes().replace(b"** gamma", b"** (gamma + 1)"))
     with pytest.raises(UserError, match=r"method\.function_digest: .* there, .* here"):
         can_resume(load(folder, *words))
     file.unlink()

@@ -30,6 +30,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import RANK_VARIABLES, Sampling, choose_sampling, evaluate_run
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
+from vcore_ds.common.locks import lock_folder
 from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
@@ -242,6 +243,8 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     (base / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))  # it is trained again
     assert main(words) == 2 and "holds an evaluation of another model" in capsys.readouterr().err
     (base / "model.safetensors").write_bytes(weights)
+    with lock_folder(tmp_path / "out"):  # by a second command, which would generate the same answers
+        assert main(words) == 2 and f"{tmp_path / 'out'}: found another process" in capsys.readouterr().err
     monkeypatch.setattr(session.InProcessAPI, "answer", interrupt)
     assert main(words) == EXIT_STOPPED
     assert "the same command resumes" in capsys.readouterr().err and not (tmp_path / "out/evaluation.json").exists()
@@ -280,12 +283,12 @@ def test_a_run_is_evaluated_after_training(base: Path, tmp_path: Path, monkeypat
 
     def run_here(words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         """The command in this process, which has imported everything."""
-        assert words[:3] == [sys.executable, "-m", "vcore_ds.commands.cli"]
+        assert words[:4] == [sys.executable, "-P", "-m", "vcore_ds.commands.cli"]
         assert not env.keys() & set(RANK_VARIABLES) and str(REPOSITORY) in env["PYTHONPATH"].split(os.pathsep)
         with monkeypatch.context() as patch:
             for name in RANK_VARIABLES:
                 patch.delenv(name, raising=False)
-            return subprocess.CompletedProcess(words, main([*words[3:], "--limit", "3"]))
+            return subprocess.CompletedProcess(words, main([*words[4:], "--limit", "3"]))
 
     monkeypatch.setattr(subprocess, "run", run_here)
     evaluate_run(run)

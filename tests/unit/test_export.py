@@ -1,8 +1,12 @@
 """Export of a checkpoint to a Hugging Face folder: the same weights, and either a complete folder or none."""
 
+import io
 import json
 import os
 import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,17 +20,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
+from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.exports import load_tensors, write_checkpoint, write_run
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
+from vcore_ds.commands.chat import export_unfinished
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.export import write
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.named_model import end_token_ids
+from vcore_ds.commands.named_model import end_token_ids, find_named_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models import model_folder as files
 from vcore_ds.models.model_folder import add_end_tokens, describe_end_tokens
+from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training.model_card import write_without_weights
 from vcore_ds.training.run_folder import read_run_recipe
 
@@ -212,16 +219,62 @@ def test_the_newest_checkpoint_that_verifies_is_exported(base, full_run, capsys)
         export_run(full_run)
 
 
-def test_only_an_export_of_the_same_weights_is_reused(base, full_run):
-    """A run that is extended goes back some steps, and then writes other checkpoints under the same names."""
-    mine, folder = export_run(full_run), export_run(full_run, reuse=True)  # the latter as `chat RUN`
+def test_only_an_export_of_the_same_weights_is_reused(base, full_run, monkeypatch):
+    """A run that is extended goes back some steps, and then writes other checkpoints under the same names. A second
+    chat replaces the export when the first one has loaded it."""
+
+    def chat() -> Path:
+        with export_unfinished(str(full_run)) as path:
+            return Path(path)
+
+    mine, folder = export_run(full_run), chat()
     written = (folder / "README.md").stat().st_mtime_ns
-    assert export_run(full_run, reuse=True) == folder and (folder / "README.md").stat().st_mtime_ns == written
-    masters = make_trained_masters(base, lora=False)
-    checkpoint = write_checkpoint(full_run, 20, {name: tensor + 1 for name, tensor in masters.items()})
-    assert export_run(full_run, reuse=True) == folder
+    with ThreadPoolExecutor() as pool, export_unfinished(str(full_run)):
+        assert (folder / "README.md").stat().st_mtime_ns == written
+        masters = make_trained_masters(base, lora=False)
+        checkpoint = write_checkpoint(full_run, 20, {name: tensor + 1 for name, tensor in masters.items()})
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        second = pool.submit(chat)
+        while "waiting" not in sys.stderr.getvalue() and not second.done():
+            time.sleep(0.01)
+        assert not second.done() and (folder / "README.md").stat().st_mtime_ns == written
+    assert second.result(HANG_SECONDS) == folder
     digests = [metadata_load(each / "README.md")["checkpoint"] for each in (folder, mine)]
     assert digests[0] == (checkpoint / "COMPLETE").read_text().strip() != digests[1]  # which is the user's
+
+
+def test_a_second_export_to_the_same_folder_is_refused(full_run, tmp_path, monkeypatch):
+    """Meanwhile the files of the first one stay. No lock is left, nor a folder that was made for it."""
+    output, begin = tmp_path / "new" / "exported", files.begin
+
+    def begin_and_export_again(folder: Path, num_bytes: int) -> Path:
+        begun = begin(folder, num_bytes)
+        monkeypatch.setattr(files, "begin", begin)
+        with pytest.raises(UserError, match=f"--output: {output}: found another process"):
+            export_run(full_run, output=output)
+        assert begun.is_dir()
+        return begun
+
+    monkeypatch.setattr(files, "begin", begin_and_export_again)
+    assert export_run(full_run, output=output) == output
+    assert [path.name for path in output.parent.iterdir()] == ["exported"]
+
+
+def test_a_base_model_that_has_changed_is_not_merged(base, tmp_path):
+    model = Path(shutil.copytree(base, tmp_path / "base"))
+    run = write_run(tmp_path / "run", model, make_trained_masters(base, lora=True), lora=True)
+    export_run(run, output=run / "adapter")
+    card = run / "adapter" / "README.md"
+    recorded = f"---\nbase_digest: {compute_model_digest(str(model))}\n"
+    card.write_text(card.read_text().replace("---\n", recorded, 1))
+    shutil.rmtree(run / "checkpoints")
+    export_run(run, merge=True, output=tmp_path / "merged")
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 2 * x for name, x in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="model.path: .* other weights"):
+        export_run(run, merge=True)
+    with pytest.raises(UserError, match=r"RUN\|MODEL: .*is not the base model"):
+        find_named_model(str(run))
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_one_message(base, full_run, monkeypatch, capsys):
@@ -274,7 +327,7 @@ def test_an_interrupted_export_leaves_nothing(full_run, monkeypatch):
     fail_in_file(monkeypatch, 2, interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_run(full_run, output=full_run / "out" / "model", max_file_bytes=20_000)
-    assert list((full_run / "out").iterdir()) == []
+    assert not (full_run / "out").exists()
 
 
 def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkeypatch):

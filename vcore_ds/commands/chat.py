@@ -4,11 +4,12 @@ import argparse
 import io
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import lock_output
 from vcore_ds.common.paths import expand_home
 from vcore_ds.common.text import check_unicode
 from vcore_ds.training.run_folder import RECIPE
@@ -53,10 +54,11 @@ def chat(arguments: argparse.Namespace) -> None:
 
     logging.disable_progress_bar()
     check_unicode(arguments.system or "", "--system", ENCODING)
-    named = find_named_model(export_unfinished(arguments.model))
-    tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
-    check_tokenizer(tokenizer)
-    model = load_to_answer(named, "auto")
+    with export_unfinished(arguments.model) as path:
+        named = find_named_model(path)
+        tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
+        check_tokenizer(tokenizer)
+        model = load_to_answer(named, "auto")
     if arguments.seed is not None:
         set_seed(arguments.seed)
     prompts: dict[str, Callable[[str], str]] = {"plain": str, "math": math_prompt, "code": code_prompt}
@@ -80,15 +82,21 @@ def chat(arguments: argparse.Namespace) -> None:
             print(f"\nvcore-ds: {problem if isinstance(problem, UserError) else stopped}", file=sys.stderr)
 
 
-def export_unfinished(path: str) -> str:
-    """Return the model to load: for a run without a result its newest checkpoint, exported to RUN/export/chat."""
+@contextmanager
+def export_unfinished(path: str) -> Iterator[str]:
+    """A context that yields the model to load: for a run without a result its newest checkpoint, exported to
+    RUN/export/chat, and locked until the end, so that no other `chat` replaces it meanwhile."""
     run = expand_home(path)
     if not (run / RECIPE).is_file() or (run / "model").is_dir() or (run / "adapter").is_dir():
-        return path
+        yield path
+        return
     from vcore_ds.commands.export.write import export_run
 
-    with redirect_stdout(sys.stderr):
-        return str(export_run(run, reuse=True))
+    with ExitStack() as held:
+        with redirect_stdout(sys.stderr):
+            held.enter_context(lock_output(run / "export" / "chat", waits=True))
+            exported = str(export_run(run, reuse=True))
+        yield exported
 
 
 def read_questions() -> Iterator[str]:

@@ -22,6 +22,7 @@ from vcore_ds.models.architecture_check import check_model_folder
 from vcore_ds.models.causal_lm import load_causal_lm
 from vcore_ds.models.lora import add_trained_adapter
 from vcore_ds.models.model_folder import find_end_tokens
+from vcore_ds.models.model_identity import check_adapter_base
 
 _EXPECTED = "expected a run's folder, the folder of an adapter or a model, or a hub id (OWNER/NAME)"
 _RELATIVE = "A relative path is taken from the working directory, as in training"
@@ -67,6 +68,8 @@ def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELAT
             hint = f". It is the base model of {path}. {remedy}"
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}{hint}") from None
     check_on_hub(model.weights, "model", "RUN|MODEL: ")
+    if model.adapter is not None and base is None:  # one that is named may be stored in other files
+        check_adapter_base(Path(model.adapter), model.weights, "RUN|MODEL")
     return model
 
 

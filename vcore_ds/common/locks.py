@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,7 @@ class RunLock:
         the folder cannot be made, or another process holds the lock for longer than `WAIT_SECONDS`."""
         with writing("run.output_dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        if _try_lock(self._lock, self.folder, say):
-            return
-        say(f"{self.folder}: another process is using it; waiting up to {WAIT_SECONDS:.0f} s for it to end")
-        if not _try_lock(self._lock, self.folder, say, WAIT_SECONDS):
+        if not _wait_for_lock(self._lock, self.folder, say):
             raise UserError(
                 f"run.output_dir: {self.folder}: found another process using it; expected one job at a time. Stop "
                 "that job (`touch STOP` in the folder), or set run.output_dir"
@@ -46,12 +43,15 @@ class RunLock:
 
 
 @contextmanager
-def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
+def lock_folder(
+    folder: Path, say: Callable[[str], None] = print, *, waits: bool = False, output: Path | None = None
+) -> Iterator[FileLock]:
     """A context with an exclusive lock on an --output folder, which is made if needed; warns if the file system has no
-    locks. The kernel releases the lock when the process ends. Raises UserError if another process holds it, OSError
+    locks. The kernel releases the lock when the process ends. `waits`: up to `WAIT_SECONDS` for another process that
+    holds it. `output`: the path for messages, if another. Raises UserError if another process holds the lock, OSError
     if the folder cannot be made."""
     lock = FileLock(folder / LOCK)
-    while not _make_and_lock(folder, lock, say):
+    while not _make_and_lock(folder, lock, say, waits, output or folder):
         lock.release()
     try:
         yield lock
@@ -59,22 +59,47 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[Fi
         lock.release()
 
 
-def _make_and_lock(folder: Path, lock: FileLock, say: Callable[[str], None]) -> bool:
+@contextmanager
+def lock_output(path: Path, *, waits: bool = False) -> Iterator[None]:
+    """As `lock_folder`, for a folder that exists only when it is complete: the lock lies beside it, until the end of
+    the context. Raises UserError also if it cannot be made."""
+    missing, folder = [parent for parent in path.parents if not parent.exists()], path.with_name(f".{path.name}.lock")
+    with ExitStack() as held:
+        with writing("--output", path, "a new folder that can be written"):
+            lock = held.enter_context(lock_folder(folder, waits=waits, output=path))
+        try:
+            yield
+        finally:
+            remove_locked(folder, lock)
+            for parent in missing:
+                with suppress(OSError):  # not empty: it has the output, or another process's lock
+                    parent.rmdir()
+
+
+def _make_and_lock(folder: Path, lock: FileLock, say: Callable[[str], None], waits: bool, output: Path) -> bool:
     """Make a folder if needed and lock it. False if another process has removed it meanwhile (`remove_locked`)."""
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         # While it is open its inode is not reused, so a new folder of the same name is recognised.
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if not _try_lock(lock, folder, say):
+            if not (_wait_for_lock if waits else _try_lock)(lock, output, say):
                 raise UserError(
-                    f"--output: {folder}: found another process writing into it; expected one at a time. Wait for it, "
+                    f"--output: {output}: found another process writing into it; expected one at a time. Wait for it, "
                     "or name another folder"
                 )
             return os.path.samestat(os.fstat(descriptor), os.stat(folder))
         finally:
             os.close(descriptor)
     return False
+
+
+def _wait_for_lock(lock: FileLock, folder: Path, say: Callable[[str], None]) -> bool:
+    """Whether the lock could be acquired within `WAIT_SECONDS`; says that it waits."""
+    if _try_lock(lock, folder, say):
+        return True
+    say(f"{folder}: another process is using it; waiting up to {WAIT_SECONDS:.0f} s for it to end")
+    return _try_lock(lock, folder, say, WAIT_SECONDS)
 
 
 def _try_lock(lock: FileLock, folder: Path, say: Callable[[str], None], seconds: float = 1.0) -> bool:

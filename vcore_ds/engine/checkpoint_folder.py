@@ -10,6 +10,7 @@
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -163,9 +164,9 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
     renamed = []
     for folder in list_checkpoints(checkpoints):
         if _get_step(folder) > step:
-            rejected = folder.with_name(folder.name + _REJECTED)
-            if rejected.exists():
-                shutil.rmtree(rejected)
+            rejected, numbers = folder.with_name(folder.name + _REJECTED), itertools.count(2)
+            while rejected.exists():  # perhaps a valid one, of another schedule
+                rejected = folder.with_name(f"{folder.name}{_REJECTED}_{next(numbers)}")
             folder.rename(rejected)
             renamed.append(rejected)
     return renamed

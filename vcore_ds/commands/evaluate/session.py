@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +51,7 @@ from vcore_ds.commands.named_model import (
 )
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunStopped, UserError, first_line
+from vcore_ds.common.locks import lock_folder
 from vcore_ds.common.paths import check_folder, compute_file_digest, refuse_existing, write_text, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
@@ -175,9 +177,10 @@ def evaluate(
     tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
     folder: Path = arguments.output
-    refuse_existing(folder / EVALUATION, "a new folder, or an unfinished evaluation")
-    with writing("--output", folder):
+    with writing("--output", folder), ExitStack() as held:
         check_folder(folder)
+        held.enter_context(lock_folder(folder))  # not the same answers twice, by two commands
+        refuse_existing(folder / EVALUATION, "a new folder, or an unfinished evaluation")
         prompts = {task.name: _digest(task.describe()) for task in tasks}  # for `vcore-ds compare`
         logs = _find_logs(arguments, model, sampling, tasks, prompts)
         tasks = [task._replace(problems=_render(task.problems, tokenizer)) for task in tasks]

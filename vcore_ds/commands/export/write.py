@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.locks import lock_output
 from vcore_ds.common.paths import (
     check_folder,
     compute_file_digest,
@@ -32,6 +34,7 @@ from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, 
 from vcore_ds.models.model_identity import CARD, identify_base_model, is_hub_id, read_card_metadata
 from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
+from vcore_ds.training.checkpoint_read import compute_frozen_digest
 from vcore_ds.training.model_card import Kind, make_model_card
 from vcore_ds.training.run_folder import read_run_recipe
 
@@ -116,10 +119,10 @@ def export_run(
     without checkpoints. `output` is a new folder; None for `run/export/CHECKPOINT/KIND`. `dtype` is `bf16` or `fp32`;
     None for the run's precision (an adapter: fp32, which it was trained in). `base_model` is the base model's hub id,
     for the card and an adapter's configuration. `evaluations` are folders, for the card. `reuse` returns
-    `run/export/chat`, a cache that is written anew where it has other weights.
+    `run/export/chat`, a cache that is written anew where it has other weights; the caller has locked it.
 
-    Raises UserError for a user's mistake or a full disk, BadExport where the files read back differ from what was
-    written; no folder `output` remains then."""
+    Raises UserError for a user's mistake, a full disk or another process that writes the folder, BadExport where the
+    files read back differ from what was written; no folder `output` remains then."""
     recipe = read_run_recipe(run)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
@@ -134,38 +137,45 @@ def export_run(
     with reading("RUN", run, "the folder of a run"):
         trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
-    folder = output if output is not None else run / "export" / trained.name / kind
-    if reuse:  # never a folder of the user's: what it holds is deleted
-        folder = run / "export" / "chat"
-        if read_card_metadata(folder / CARD).get("checkpoint") == trained.digest:
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-    refuse_existing(folder, NEW_FOLDER)
-    card = make_model_card(
-        run,
-        recipe.model.path,
-        recipe.lora,
-        recipe.method,
-        recipe.data,
-        kind,
-        step=checkpoint_folder.parse_step(Path(trained.name)),
-        base=identify_base_model(recipe.model.path, hub_id=base_model),
-        evaluations=evaluations,
-        base_digest=None if isinstance(trained, ParallelCheckpointWeights) else trained.base_digest,
-        checkpoint=trained.digest,
-    )
-    print(f"{kind} of {trained.name}", flush=True)
-    wanted = DTYPES[dtype or ("fp32" if kind == "adapter" else recipe.model.precision)]
-    try:
-        with writing("--output", folder, NEW_FOLDER):
-            if kind == "adapter":
-                num_bytes = write_adapter(recipe, trained, folder, card, wanted, base_model)
-            else:
-                num_bytes = write_model(recipe, trained, folder, card, wanted, max_file_bytes)
-    except BaseException:
-        discard(unfinished_path(folder))
-        raise
-    print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights")
+    # Never a folder of the user's with `reuse`: what it holds is deleted.
+    folder = run / "export" / "chat" if reuse else output or run / "export" / trained.name / kind
+    base_digest = None if isinstance(trained, ParallelCheckpointWeights) else trained.base_digest
+    if merge and base_digest not in (None, compute_frozen_digest(recipe.model.path, has_adapters=True)):
+        raise UserError(
+            f"model.path: {recipe.model.path}: found other weights than those that the adapters of {run} were trained "
+            "on; expected the same, to merge them. Restore it"
+        )
+    with nullcontext() if reuse else lock_output(folder):
+        if reuse:
+            if read_card_metadata(folder / CARD).get("checkpoint") == trained.digest:
+                return folder
+            shutil.rmtree(folder, ignore_errors=True)
+        refuse_existing(folder, NEW_FOLDER)
+        card = make_model_card(
+            run,
+            recipe.model.path,
+            recipe.lora,
+            recipe.method,
+            recipe.data,
+            kind,
+            step=checkpoint_folder.parse_step(Path(trained.name)),
+            base=identify_base_model(recipe.model.path, hub_id=base_model),
+            evaluations=evaluations,
+            base_digest=base_digest,
+            checkpoint=trained.digest,
+        )
+        print(f"{kind} of {trained.name}", flush=True)
+        wanted = DTYPES[dtype or ("fp32" if kind == "adapter" else recipe.model.precision)]
+        try:
+            with writing("--output", folder, NEW_FOLDER):
+                if kind == "adapter":
+                    num_bytes = write_adapter(recipe, trained, folder, card, wanted, base_model)
+                else:
+                    num_bytes = write_model(recipe, trained, folder, card, wanted, max_file_bytes)
+        except BaseException:
+            discard(unfinished_path(folder))
+            raise
+        print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights")
     return folder
 
 

@@ -89,5 +89,5 @@ def write_report(
         texts[path.with_suffix(".md")] = markdown
     for file, text in texts.items():
         with writing("--output", file, "a file that can be written"):
-            write_text(file, text)
+            write_text(file, text, several_writers=True)
     return [*texts, *written]
