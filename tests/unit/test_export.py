@@ -338,8 +338,8 @@ def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkey
         export_run(full_run, output=output, max_file_bytes=20_000)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert [path.name for path in (full_run / "out").iterdir()] == ["model.unfinished"]
-    export_run(full_run, output=output, max_file_bytes=20_000)  # which removes the leftover
+    assert sorted(path.name for path in (full_run / "out").iterdir()) == [".model.lock", "model.unfinished"]
+    export_run(full_run, output=output, max_file_bytes=20_000)  # which removes what is left
     assert [path.name for path in (full_run / "out").iterdir()] == ["model"]
 
 
