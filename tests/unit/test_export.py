@@ -243,30 +243,11 @@ def test_only_an_export_of_the_same_weights_is_reused(base, full_run, monkeypatc
     assert digests[0] == (checkpoint / "COMPLETE").read_text().strip() != digests[1]  # which is the user's
 
 
-def test_a_second_export_to_the_same_folder_is_refused(full_run, tmp_path, monkeypatch):
-    """Meanwhile the files of the first one stay. No lock is left, nor a folder that was made for it."""
-    output, begin = tmp_path / "new" / "exported", files.begin
-
-    def begin_and_export_again(folder: Path, num_bytes: int) -> Path:
-        begun = begin(folder, num_bytes)
-        monkeypatch.setattr(files, "begin", begin)
-        with pytest.raises(UserError, match=f"--output: {output}: found another process"):
-            export_run(full_run, output=output)
-        assert begun.is_dir()
-        return begun
-
-    monkeypatch.setattr(files, "begin", begin_and_export_again)
-    assert export_run(full_run, output=output) == output
-    assert [path.name for path in output.parent.iterdir()] == ["exported"]
-
-
 def test_a_base_model_that_has_changed_is_not_merged(base, tmp_path):
     model = Path(shutil.copytree(base, tmp_path / "base"))
     run = write_run(tmp_path / "run", model, make_trained_masters(base, lora=True), lora=True)
-    export_run(run, output=run / "adapter")
-    card = run / "adapter" / "README.md"
-    recorded = f"---\nbase_digest: {compute_model_digest(str(model))}\n"
-    card.write_text(card.read_text().replace("---\n", recorded, 1))
+    card = export_run(run, output=run / "adapter") / "README.md"
+    card.write_text(card.read_text().replace("---", f"---\nbase_digest: {compute_model_digest(str(model))}", 1))
     shutil.rmtree(run / "checkpoints")
     export_run(run, merge=True, output=tmp_path / "merged")
     weights = load_file(model / "model.safetensors")
@@ -321,7 +302,11 @@ def fail_in_file(monkeypatch, number: int, action) -> None:
 
 
 def test_an_interrupted_export_leaves_nothing(full_run, monkeypatch):
+    """Until then a second one into the same folder is refused."""
+
     def interrupt():
+        with pytest.raises(UserError, match=r"--output: .*/out/model: found another process"):
+            export_run(full_run, output=full_run / "out" / "model")
         raise KeyboardInterrupt
 
     fail_in_file(monkeypatch, 2, interrupt)
