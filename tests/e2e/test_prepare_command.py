@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.commands import HANG_SECONDS
+from tests.helpers.conversations import make_row, write_lines
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_prepare import make_math_row, read_contents
@@ -38,9 +39,9 @@ def test_a_killed_prepare_leaves_no_process_and_resumes_to_the_same_bytes(
         command = job.rank(0)
         deadline = time.monotonic() + HANG_SECONDS
         descendants: list[psutil.Process] = []
-        # Until the second file is converted: by two workers with their queue and a math-verify each, and the process
-        # that has forked them.
-        while not (tmp_path / "store.unfinished" / "files.json").exists() or len(descendants) < 6:
+        # Until the second file is converted: by two workers with a math-verify each, and the process that has
+        # forked them.
+        while not (tmp_path / "store.unfinished" / "files.json").exists() or len(descendants) < 5:
             assert command.is_running() and time.monotonic() < deadline, job.output
             descendants = command.children(recursive=True)
             time.sleep(0.01)
@@ -52,6 +53,29 @@ def test_a_killed_prepare_leaves_no_process_and_resumes_to_the_same_bytes(
     assert "resuming where an earlier run ended" in again and f"{NUM_ROWS} rows were converted before" in again
     assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
     assert len(TokenStore(tmp_path / "store", make_tokenizer())) == sum(n % 3 < 2 for n in range(2 * NUM_ROWS))
+
+
+def test_a_killed_worker_ends_the_command_with_one_message(tmp_path: Path) -> None:
+    """An idle worker, one that converts rows, and the process that has forked them; each run goes on from the last."""
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    # The first of two workers is done at once.
+    rows = [make_row("q", "answer" if n < NUM_ROWS else "x y " * 2_000) for n in range(2 * NUM_ROWS)]
+    source, output = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "store"
+    words = f"prepare chat {source} --tokenizer {tmp_path}/model --output {output} --processes 2".split()
+    for victim in ("idle", "busy", "parent"):
+        with ForkedJob(main, words, tmp_path / victim) as job:
+            deadline, workers = time.monotonic() + HANG_SECONDS, list[psutil.Process]()
+            while len(workers) < 2 or not list(tmp_path.glob("store.unfinished/results/*.arrow")):
+                assert job.rank(0).is_running() and time.monotonic() < deadline, job.output
+                workers = [grandchild for child in job.rank(0).children() for grandchild in child.children()]
+                time.sleep(0.01)
+            workers.sort(key=lambda worker: worker.pid)
+            {"idle": workers[0], "busy": workers[1], "parent": workers[0].parent()}[victim].kill()
+            assert job.wait(HANG_SECONDS) == 2
+            messages = [line for line in job.output.splitlines() if "killed" in line]
+            assert len(messages) == 1 and "--processes" in messages[0] and "Traceback" not in job.output
+    assert main(words) == 0
+    assert TokenStore(output).sequence_ids.tolist() == list(range(NUM_ROWS))
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -472,11 +472,11 @@ def count_rounds(monkeypatch, stop_after: int | None = None) -> list[tuple[str, 
     rounds: list[tuple[str, list[int]]] = []
     convert = pipeline.convert_rows
 
-    def count(request, file, rows, numbers, *rest) -> None:
+    def count(request, file, rows, largest, processes, numbers, results) -> None:
         if len(rounds) == stop_after:
             raise KeyboardInterrupt
         rounds.append((Path(file.path).name, numbers.tolist()))
-        convert(request, file, rows, numbers, *rest)
+        convert(request, file, rows, largest, processes, numbers, results)
 
     monkeypatch.setattr(pipeline, "convert_rows", count)
     return rounds

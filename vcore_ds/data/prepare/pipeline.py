@@ -21,6 +21,7 @@ import signal
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -52,7 +53,7 @@ _MIN_ROWS = 128  # of a process, which takes as long to start
 
 
 def convert_rows(
-    request: PrepareRequest, file: RawFile, rows: Path, numbers: np.ndarray, results: Path, largest: int, processes: int
+    request: PrepareRequest, file: RawFile, rows: Path, largest: int, processes: int, numbers: np.ndarray, results: Path
 ) -> None:
     """Convert the rows `numbers` of a file. `rows`: Arrow file with all its rows; `largest`: bytes of the largest row.
     Each of several processes writes a separate file, with a suffix after the stem of `results`."""
@@ -60,6 +61,12 @@ def convert_rows(
 
     disable_progress_bars()
     convert.open_tokenizer(request.tokenizer)  # once, before the processes are forked
+    if processes > 1:  # `map` with `num_proc` can wait forever for a lock that a killed process holds
+        parts = [results.with_stem(f"{results.stem}-{i}") for i in range(processes)]
+        with _open_pool(processes, "fork") as pool:
+            convert_part = partial(convert_rows, request, file, rows, largest, 1)
+            list(pool.map(convert_part, np.array_split(numbers, processes), parts))
+        return
     try:
         Dataset.from_file(str(rows)).with_format("arrow").select(numbers).map(
             convert.convert_batch,
@@ -69,7 +76,6 @@ def convert_rows(
             batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // largest)),
             remove_columns=["row"],
             features=convert.make_features(),
-            num_proc=processes if processes > 1 else None,
             cache_file_name=str(results),
             new_fingerprint=results.stem,
         )
@@ -81,20 +87,24 @@ def convert_rows(
 
 @contextmanager
 def open_process(processes: int) -> Iterator[Callable[..., None]]:
-    """A context that yields `convert_rows` in this process, or for several in a new one, because `map` forks, and a run
-    that prepares data has the threads of its process group."""
+    """A context that yields `convert_rows` in this process, or for several in a new one, because it forks, and a run
+    that prepares data has the threads of its process group. Raises UserError if a process is killed."""
     if processes == 1:
         yield convert_rows
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=_begin_process, initargs=(os.getpid(),)) as executor:
-        yield lambda *arguments: executor.submit(convert_rows, *arguments).result()
+    try:
+        with _open_pool(1, "spawn") as executor:
+            yield lambda *arguments: executor.submit(convert_rows, *arguments).result()
+    except BrokenProcessPool:
+        raise UserError(
+            "prepare: a worker process was killed, perhaps by Linux for lack of memory. The same command goes on where "
+            "this one ended; fewer --processes of `vcore-ds prepare` need less memory"
+        ) from None
 
 
-def _begin_process(parent: int) -> None:
-    _end_with_parent(parent)
-    # The workers of `map` and the manager of their queue would survive a kill.
-    os.register_at_fork(after_in_child=partial(_end_with_parent, os.getpid()))
+def _open_pool(processes: int, method: str) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context(method)
+    return ProcessPoolExecutor(processes, context, initializer=_end_with_parent, initargs=(os.getpid(),))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -187,7 +197,7 @@ class Conversion:
             numbers, left, keys = np.sort(left[:size]), left[size:], keys[size:]
             name = f"{prefix}{len(self._find_results(prefix)):07d}"
             results, used = self.folder / "results" / f"{name}.arrow", min(processes, 1 + len(numbers) // _MIN_ROWS)
-            convert_here(self.request, self.files[i], rows, numbers, results, int(sizes[numbers].max()), used)
+            convert_here(self.request, self.files[i], rows, int(sizes[numbers].max()), used, numbers, results)
             for path in self._find_results(name):
                 flush(path)
             self._learn(i, self._map_results(name))
