@@ -72,10 +72,10 @@ def test_a_killed_worker_ends_the_command_with_one_message(tmp_path: Path) -> No
             workers.sort(key=lambda worker: worker.pid)
             {"idle": workers[0], "busy": workers[1], "parent": workers[0].parent()}[victim].kill()
             assert job.wait(HANG_SECONDS) == 2
-            messages = [line for line in job.output.splitlines() if "killed" in line]
-            assert len(messages) == 1 and "--processes" in messages[0] and "Traceback" not in job.output
+            messages = [line for line in job.output.splitlines() if "--processes" in line]
+            assert len(messages) == 1 and "killed" in messages[0] and "Traceback" not in job.output
     assert main(words) == 0
-    assert TokenStore(output).sequence_ids.tolist() == list(range(NUM_ROWS))
+    assert TokenStore(output).sequence_ids.tolist() == list(range(2 * NUM_ROWS))
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
