@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from contextlib import suppress
 
 
 def repair_standard_streams() -> None:
@@ -14,7 +15,8 @@ def repair_standard_streams() -> None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
         elif name != "stdin" and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # a file's stream whose descriptor has become a terminal's cannot seek
+                stream.reconfigure(errors="backslashreplace")
 
 
 def find_output_error() -> OSError | None:

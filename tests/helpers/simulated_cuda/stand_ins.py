@@ -99,6 +99,8 @@ def install(simulated: Any) -> None:
         "_exchange_device": exchange_device, "_maybe_exchange_device": exchange_device,
         "get_rng_state": lambda _=None: torch.zeros(16, dtype=torch.uint8),
         "nccl": types.SimpleNamespace(version=lambda: (2, 28, 3)), "_initialized": True,
+        # With them asynchronous checkpoints pin their copies in shared memory.
+        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
     }  # fmt: skip
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
