@@ -53,6 +53,8 @@ on_every_node() {
     shift
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait="$seconds" \
         "${srun_options[@]}" bash -c '
+        # The node has the name that SLURM gives it: the %N of --output is that of the host.
+        if [ -n "${LOGS-}" ]; then exec > "$LOGS/${SLURMD_NODENAME-}.log" 2>&1; fi
         exec python -m vcore_ds.distributed.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
             ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} \
             --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
@@ -66,7 +68,7 @@ code=$?
 if ((code == 137)); then code=2; fi  # killed by SLURM, because another node has failed
 if ((code == 0)); then
     echo "training: tail -f $logs/$first_node.log, and a log for each other node"
-    srun_options+=(--output="$logs/%N.log")
+    export LOGS=$logs
     # One node may still write the last files of a run.
     on_every_node 1800 train "$recipe" "$@"
     code=$?

@@ -117,7 +117,7 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
     assert "with 4 ranks a node" in done.stdout
     steps = (tmp_path / "srun_lines").read_text().splitlines()
     steps = [line for line in steps if line.startswith("srun ")]
-    assert len(steps) == 2 and ("--output=" in steps[0], "--output=" in steps[1]) == (False, True)
+    assert len(steps) == 2 and "--output=" not in "".join(steps)
     # A node that fails in the preflight ends the others within a minute.
     assert [re.findall(r"--wait=(\d+)", step) for step in steps] == [["60"], ["1800"]]
     for step in steps:
