@@ -365,7 +365,7 @@ INVALID = {  # name: (contents, reason)
     "notes.txt": ("x", "found a file ending in '.txt', expected .jsonl, .json, .csv, .parquet, .arrow"),
     "folder": (None, "found no file in this folder that ends in .jsonl, .json, .csv, .parquet, .arrow"),
     "broken.parquet": ("x", "not readable to its end as .parquet"),
-    "nobody-at-all/nothing": (None, "no data set that can be loaded"),
+    "nobody-at-all/nothing": (None, "no such folder"),
     "over_lines.jsonl": (
         '{\n"a": 1\n}\n{\n"a": 1\n}',
         "found JSON over several lines, expected one row, an object, on",
@@ -639,7 +639,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path) -> None:
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen3"}')
     for name, reason in {
         "bare": "has no chat template",
-        "nowhere": "--tokenizer: .*no tokenizer can be loaded .* not found either",
+        "nowhere": "--tokenizer: .*no such folder",
         "weights": "found no tokenizer.json in this folder; copy tokenizer.json",
     }.items():
         with pytest.raises(UserError, match=reason):
