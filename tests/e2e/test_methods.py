@@ -180,7 +180,7 @@ def test_the_text_report_lists_the_tokens_that_gained_and_lost(folder: Path, cap
     assert "Phrases that lost most" in output and not (folder / "vcore" / "report.html").exists()
     records = read_records(folder / "vcore")
     sequences = [sequence for record in records for sequence in record.sequences]
-    texts = TokenTexts(load_tokenizer(str(folder / "model")), sequences)
+    texts = TokenTexts(load_tokenizer(str(folder / "model")).backend_tokenizer, sequences)
     tables = make_tables(records, texts, top=3, min_count=2)
     for kind, is_above in (("gained", True), ("lost", False)):
         rows = tables.extremes[title := f"Tokens that {kind} most weight"]

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
@@ -278,6 +280,23 @@ def test_notes_warn_of_what_went_wrong(tmp_path: Path) -> None:
                  "out of reach in 3 sequences", "differed from its git commit"):  # fmt: skip
         assert part in notes
     assert len(read_reported(run)[0].notes) == 7
+
+
+def test_a_report_imports_no_torch(tmp_path: Path) -> None:
+    """Its 6 CPU seconds were nearly all imports; the tokens' texts need the library tokenizers alone."""
+    code = (
+        "import sys\n"
+        "from vcore_ds.commands.cli import main\n"
+        "code = main(['report', *sys.argv[1:]])\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "heavy = loaded & {'torch', 'transformers', 'deepspeed', 'peft', 'pyarrow', 'datasets', 'scipy', 'matplotlib'}\n"
+        "print('loaded:', *sorted(heavy), file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, str(make_run(tmp_path / "run"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.stderr, done.returncode) == ("loaded:\n", 0)
+    assert "boxed" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_how_a_run_ended_and_its_warnings_stand_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,7 +278,9 @@ def test_tokens_on_the_page_are_exact_also_where_most_belong_to_prompts() -> Non
             "losses": np.ones(400, np.float32),
         }
         columns = {name: np.ones(1) for name in (*utility_columns("good"), "row", "loss")} | {"source": np.array(["a"])}
-        description, blob = encode_scored("good", columns, [row], TokenTexts(tokenizer, [ShownTokens.from_row(row)]))
+        description, blob = encode_scored(
+            "good", columns, [row], TokenTexts(tokenizer.backend_tokenizer, [ShownTokens.from_row(row)])
+        )
         assert description["measures"] == ["utility", "loss"] and [one for one, _ in description["groups"]] == [*ENDS]
         codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), np.uint8)[2 * 8 * 1000 :][:1000]
         decoded = np.array(description["levels"]["utility"][ENDS[0]])[codes]

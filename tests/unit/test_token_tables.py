@@ -47,7 +47,7 @@ def make_record(step: int, *sequences: SequenceTokens, first_trusted_id: int | N
 
 
 def tabulate(*records: TokenRecord, top: int = 15, min_count: int | None = 1) -> TokenTables:
-    texts = TokenTexts(LETTERS, [sequence for record in records for sequence in record.sequences])
+    texts = TokenTexts(LETTERS.backend_tokenizer, [sequence for record in records for sequence in record.sequences])
     return make_tables(records, texts, top=top, min_count=min_count)
 
 
@@ -197,7 +197,7 @@ def test_a_phrase_does_not_cross_turns() -> None:
 def find_kinds(text: str, tokenizer: PreTrainedTokenizerFast = LETTERS) -> list[tuple[str, str]]:
     """(token, kind) of a text."""
     recorded = make_sequence(text, tokenizer=tokenizer)
-    texts = TokenTexts(tokenizer, [recorded])
+    texts = TokenTexts(tokenizer.backend_tokenizer, [recorded])
     read = texts.read(recorded)
     return [(texts.texts[i], KINDS[kind]) for i, kind in zip(recorded.token_ids.tolist(), read.kinds, strict=True)]
 
@@ -215,7 +215,7 @@ def test_tokens_are_sorted_into_kinds() -> None:
 
 def test_tokens_inside_a_box_are_counted_separately() -> None:
     recorded = make_sequence(r"a \boxed{7+{b}} c \boxed{d")
-    texts = TokenTexts(LETTERS, [recorded])
+    texts = TokenTexts(LETTERS.backend_tokenizer, [recorded])
     inside = [
         texts.texts[i] for i, ok in zip(recorded.token_ids.tolist(), texts.read(recorded).in_answer, strict=True) if ok
     ]
@@ -227,7 +227,7 @@ def test_tokens_inside_a_box_are_counted_separately() -> None:
 
 def test_a_word_of_split_characters_is_one_word() -> None:
     recorded = make_sequence(" é (à)")
-    read = TokenTexts(LETTERS, [recorded]).read(recorded)
+    read = TokenTexts(LETTERS.backend_tokenizer, [recorded]).read(recorded)
     assert read.words[0] == "é" and len(read.words) == 2
     assert read.word_of_token.tolist()[:3] == [-1, 0, 0]
 
@@ -241,7 +241,7 @@ def test_the_first_space_is_restored_for_tokenizers_that_strip_it() -> None:
     ids = np.array([0, 3, 0], dtype=np.int32)
     numbers = dict.fromkeys(("losses", "utilities", "weights"), np.ones(3, np.float32))
     recorded = SequenceTokens(0, 1.0, 1.0, 1.0, positions=np.arange(3, dtype=np.int32), token_ids=ids, **numbers)
-    texts = TokenTexts(tokenizer, [recorded])
+    texts = TokenTexts(tokenizer.backend_tokenizer, [recorded])
     assert texts.texts == {0: " the", 3: "ory"}
     assert texts.read(recorded).words == ["theory", "the"]
 
@@ -249,4 +249,4 @@ def test_the_first_space_is_restored_for_tokenizers_that_strip_it() -> None:
 def test_a_tokenizer_without_the_recorded_tokens_is_refused() -> None:
     recorded = make_sequence(" a<|im_end|>")
     with pytest.raises(UserError, match=r"found token \d+ in the records, and a tokenizer with \d+ tokens"):
-        TokenTexts(make_tokenizer(special_tokens=["<|im_end|>"], pad=None), [recorded])
+        TokenTexts(make_tokenizer(special_tokens=["<|im_end|>"], pad=None).backend_tokenizer, [recorded])

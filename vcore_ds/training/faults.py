@@ -1,4 +1,4 @@
-"""Why a step failed or a run diverges: parameters, the last update, or rows of the data."""
+"""Why a step failed: parameters, the last update, or rows of the data."""
 
 import math
 from bisect import bisect_right
@@ -116,16 +116,3 @@ def describe_rows(dataset: Dataset | JoinedDataset, sequence_ids: Sequence[int])
         files, rows = store.origins()
         position = int(np.searchsorted(store.sequence_ids, i - first_ids[part]))
         yield f"{files[position]}, row {rows[position] + 1}"
-
-
-def describe_divergence(step: int, loss: float, first_loss: float, vocabulary_size: int) -> str | None:
-    """Describe that training has diverged by `step`, from 1; None unless the loss, in nats per token, is above twice
-    that of the first step and above that of uniform guessing."""
-    uniform = math.log(vocabulary_size)
-    if not loss > max(2 * first_loss, uniform):
-        return None
-    return (
-        f"step {step}: the loss of {loss:.4g} nats per token is more than twice that of the first step "
-        f"({first_loss:.4g}) and above that of uniform guessing ({uniform:.4g}): training diverges. Lower "
-        "optimizer.learning_rate"
-    )

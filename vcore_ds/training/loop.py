@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vcore_ds.common.errors import RunFailed, RunStopped
+from vcore_ds.common.errors import RunFailed, RunStopped, UserError
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import Progress
 from vcore_ds.config.method_section import MethodConfig
@@ -28,11 +29,13 @@ from vcore_ds.planning.passes import StepPasses
 from vcore_ds.training import console
 from vcore_ds.training.checkpoints import Checkpoints
 from vcore_ds.training.console import explain_steps
-from vcore_ds.training.faults import describe_divergence, describe_fault, explain_fault
+from vcore_ds.training.faults import describe_fault, explain_fault
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.followed import FollowedTraces, gather_followed, measure_followed
-from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog, record_end
+from vcore_ds.training.metrics_log import MetricsLog, record_end
 from vcore_ds.training.profile import profiled_step
+from vcore_ds.training.run_folder import read_run_metrics
+from vcore_ds.training.run_notes import RELIABLE_SIGNAL_TO_NOISE, describe_divergence, list_losses
 from vcore_ds.training.schedule import Schedule
 from vcore_ds.training.step import train_step
 from vcore_ds.training.step_metrics import StepMetrics, StepRecorder, gather_record, write_or_warn
@@ -165,8 +168,11 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
         console.say(explain_steps(run.trainer.method, run.trainer.probe))
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
-    metrics, first_loss, has_diverged, losses_after = None, None, False, None
-    vocabulary_size = run.trainer.engine.module.base.config.get_text_config().vocab_size
+    metrics, has_diverged, losses_after = None, False, None
+    training_losses: list[float] = []  # of all steps on rank 0, which warns of divergence
+    if num_done and layout.is_first():
+        with suppress(UserError):  # the user may have removed lines
+            training_losses = list_losses(read_run_metrics(run.folder))
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
     for k in range(num_done, num_steps):
@@ -183,7 +189,7 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
         loss = metrics.values["loss"]
         seconds = metrics.values["seconds"]
         assert loss is not None and seconds is not None  # of every step
-        first_loss = loss if first_loss is None else first_loss
+        training_losses.append(loss)
         seconds_followed = record_step(run, done, batches, metrics)
         line = {
             "step": done,
@@ -204,8 +210,8 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
             run.metrics_log.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
         console.show_step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
-        if not has_diverged and (diverges := describe_divergence(done, loss, first_loss, vocabulary_size)):
-            console.warn(diverges)
+        if not has_diverged and (diverges := describe_divergence(training_losses)):
+            console.warn(f"step {done}: {diverges}")
             has_diverged = True
         run.checkpoints.collect()
         reason = stops.agree_on_reason()

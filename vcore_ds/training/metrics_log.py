@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,16 +21,15 @@ from threading import Thread
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from vcore_ds.common.errors import first_line, is_out_of_memory
-from vcore_ds.common.paths import read_json, write_json, write_text, writing
-from vcore_ds.common.text import count
+from vcore_ds.common.paths import write_json, write_text, writing
 from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.training import console
-from vcore_ds.training.run_folder import END, LOST_METRICS, METRICS, RECIPE, TRACKERS
+from vcore_ds.training.run_folder import END, METRICS, RECIPE, TRACKERS
+from vcore_ds.training.run_notes import End
 
 MOST_WAITING = 1000  # lines that may wait for a tracker; further ones are dropped
 CLOSE_SECONDS = 60.0  # time to send the remaining lines at the end of a run
@@ -45,9 +44,6 @@ GROUPS = {
     "weights": r"alpha|(batch_)?(tau|kl|effective_sample_size)|num_saturated|total_weight",
 }
 """Group of metrics at trackers -> pattern of their keys, the first that matches; those of the rest are in `train`."""
-
-RELIABLE_SIGNAL_TO_NOISE = 3.0
-"""Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
 def tracker_name(key: str) -> str:
@@ -234,17 +230,6 @@ def open_tracker(name: TrackerName, folder: Path, track: TrackConfig, config: Ma
     return tracker
 
 
-@dataclass(frozen=True)
-class End:
-    """Contents of end.json."""
-
-    step: int
-    message: str
-
-
-_END = TypeAdapter(End)
-
-
 def record_end(folder: Path, step: int, error: Exception) -> None:
     """Write for the report how an attempt ended, in optimizer step `step`, from 1, unless another rank has: its failure
     is the cause of this one. A full disk is no second failure."""
@@ -252,61 +237,3 @@ def record_end(folder: Path, step: int, error: Exception) -> None:
         if not (folder / END).exists():
             of_rank = f"rank {layout.rank('job')}: out of memory: " if is_out_of_memory(error) else ""
             write_json(folder / END, asdict(End(step, of_rank + first_line(error))))
-
-
-def describe_end(folder: Path, last_step: int) -> str:
-    """Describe the end of a run without a result. Raises UserError if its record is damaged."""
-    if not (folder / END).is_file():
-        return (
-            "No result is in its folder: it has not finished, was killed, or its result was moved. Last step: "
-            f"{last_step:,}."
-        )
-    end = read_json(folder / END, _END, "the end of an attempt, as a run writes it there")
-    return f"It did not finish: the last attempt ended in step {end.step}: {end.message}. Last step: {last_step:,}."
-
-
-def describe_rise(losses: Sequence[float]) -> str | None:
-    """Describe the losses, nats, of a run that diverged: those of its last tenth are more than twice, and more than 1
-    nat above, those of its first tenth. None for others."""
-    part = -(-len(losses) // 10)
-    first, last = (sum(some) / max(1, part) for some in (losses[:part], losses[len(losses) - part :]))
-    if not last > max(2 * first, first + 1):
-        return None
-    shown = [f"{loss:,.4g}" if loss < 1000 else f"{loss:,.0f}" for loss in (first, last)]
-    return f"Training diverged: the loss rose from {shown[0]} to {shown[1]} nats. Lower optimizer.learning_rate."
-
-
-def list_notes(
-    folder: Path, has_result: bool, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
-) -> list[str]:
-    """List the caveats, a sentence each, how the run ended first; none for one that finished at the first attempt with
-    reliable numbers."""
-    by_step = {int(line["step"] or 0): line for line in metrics}
-    resumed = [str(start["step"]) for start in environment.get("resumed", [])]
-    not_finite = [step for step, line in by_step.items() if line.get("loss") is None]
-    ratios = {step: line.get("signal_to_noise") for step, line in by_step.items()}
-    noisy = [step for step, ratio in ratios.items() if ratio is not None and ratio < RELIABLE_SIGNAL_TO_NOISE]
-    rise = describe_rise([loss for line in by_step.values() if (loss := line.get("loss")) is not None])
-    saturated = sum(int(line.get("num_saturated") or 0) for line in metrics)
-    notes = {
-        "" if has_result else describe_end(folder, max(by_step)): not has_result,
-        rise or "": rise is not None,
-        f"The loss was not finite in {_list_steps(not_finite)}.": not_finite,
-        f"Resumed from step {', '.join(resumed)}.": resumed,
-        f"Steps after a checkpoint were taken again; what they measured first is in {LOST_METRICS}.": (
-            folder / LOST_METRICS
-        ).is_file(),
-        f"Utilities are mostly rounding noise in {_list_steps(noisy)}: the loss change of the finite difference is "
-        f"less than {RELIABLE_SIGNAL_TO_NOISE:g} times its error.": noisy,
-        f"The KL budget was out of reach in {count(saturated, 'sequence')}, whose weight is on as few tokens as it "
-        "can be.": saturated,
-        "The code differed from its git commit when the run started.": str(environment.get("git_commit")).endswith(
-            "-dirty"
-        ),
-    }
-    return [note for note, applies in notes.items() if applies]
-
-
-def _list_steps(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-    return f"{len(steps):,} steps ({shown})" if len(steps) > 1 else f"step {shown}"

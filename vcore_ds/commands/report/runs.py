@@ -18,7 +18,7 @@ from vcore_ds.config.problems import show
 from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.training import run_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
-from vcore_ds.training.metrics_log import list_notes
+from vcore_ds.training.run_notes import list_notes
 from vcore_ds.training.token_records import TokenRecord, read_records
 
 if TYPE_CHECKING:

@@ -298,7 +298,7 @@ def write_page(folder: Path) -> Page:
     names = [column for name in scores.sets for column in utility_columns(name)]
     columns = scores_folder.read_traces(folder, ["source", "row", "num_supervised_tokens", "loss", *names])
     tokenizer = load_tokenizer(str(find_local_folder(scores.model)))
-    texts = TokenTexts(tokenizer, list(map(ShownTokens.from_row, shown)))
+    texts = TokenTexts(tokenizer.backend_tokenizer, list(map(ShownTokens.from_row, shown)))
     encoded = [encode_scored(name, columns, shown, texts) for name in scores.sets]
     histograms = [
         {"key": f"{by}-{name}", "section": f"{by} over the tokens", "title": name, "note": "", **_histogram(utilities)}
