@@ -87,21 +87,31 @@ def test_tables_have_a_column_for_each_key_that_varies(browser: "Browser", sweep
         tables = page.locator("#sweep table")
         best, laws, _, cells = (table.locator("tr").all() for table in tables.all())
         heads = [[cell.inner_text() for cell in rows[0].locator("th").all()] for rows in (best, cells)]
-        assert heads[0] == heads[1][:7] + heads[1][-2:]
-        assert heads[0][:7] == ["model", "method", "learning_rate", "seeds", "held-out loss", "difference", "p"]
+        assert heads[0] == heads[1][:8] + heads[1][-3:] and heads[0][-1] == "verdict"
+        assert heads[0][:8] == [
+            "model",
+            "method",
+            "learning_rate",
+            "seeds",
+            "held-out loss",
+            "spread",
+            "difference",
+            "p",
+        ]
         assert len(best) == 1 + 2 * len(SIZES) and len(cells) == 1 + 24
         rows = [[cell.inner_text() for cell in row.locator("th, td").all()] for row in best[1:]]
+        assert {row[-1] for row in rows} == {"best"}  # rates are apart by 100 times the seeds' noise
         assert rows[0][:4] == ["Qwen3-0.6B (596M)", "sft", "3e-05", "3"] and laws[1].inner_text().startswith("A N^-n")
         differences, p_values = [], []
         for model in SIZES:
             losses = [[make_loss(model, 3e-5, method, seed) for seed in SEEDS] for method in ("vcore", "sft")]
             differences.append(f"{np.mean(losses[0]) - np.mean(losses[1]):+.4f}")
             p_values.append(stats.ttest_rel(*losses).pvalue)
-        assert [row[5].partition(" ")[0] for row in rows[1::2]] == differences
+        assert [row[6].partition(" ")[0] for row in rows[1::2]] == differences
         adjusted, largest = [0.0] * len(p_values), 0.0
         for rank, i in enumerate(np.argsort(p_values)):
             adjusted[i] = largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
-        assert [row[6] for row in rows[1::2]] == [f"{p:.3f}" for p in adjusted]
+        assert [row[7] for row in rows[1::2]] == [f"{p:.3f}" for p in adjusted]
         # The numbers of the 72 runs are folded.
         assert not page.locator("#learnt table").is_visible() and not page.locator("#cost table").is_visible()
 

@@ -64,7 +64,8 @@ def find_laws(value_of: Callable[[int, Any], float] | None = None, **cells: dict
             recipe[section] = recipe.get(section, {}) | values
         loss = (0.8 * tokens**-0.2 + 0.3) * (1 + 0.001 * seed)
         read = Recipe.model_validate(recipe)
-        held_out = SimpleNamespace(normalization="sequence", after={"": value_of(seed, read) if value_of else loss})
+        after = {"": value_of(seed, read) if value_of else loss}
+        held_out = SimpleNamespace(normalization="sequence", before={"": 9.0}, after=after)
         return SimpleNamespace(
             name=f"{name}/seed_{seed}", recipe=read, total=lambda key: tokens, held_out=held_out, metrics=[]
         )

@@ -18,6 +18,7 @@ from tests.helpers.sweeps import finish_runs
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.sweep import begin_sweep, check_inputs, describe, run_here
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, Sweep, SweepFolder, load_sweep, read_sweep_folder
+from vcore_ds.commands.sweep.results import OVERLAPS, ROSE, Cell, find_best, judge_cells
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.problems import RecipeError
 
@@ -393,21 +394,35 @@ def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.Captur
     finish_runs(sweep, sweep.runs[:-1], lambda recipe: losses[recipe.method.name][recipe.run.seed - 1])
     assert main(["report", "out"]) == 0
     text, page = Path("out/report.md").read_text(), Path("out/report.html").read_text()
-    assert text in capsys.readouterr().out
-    assert "5 of 6 runs are done; " in text
+    shown = capsys.readouterr().out
+    assert "5 of 6 runs are done; " in text and "5 of 6 runs are done; " in shown
     rows = read_rows(text)
-    losses = ["held-out loss", "difference", "training loss", "difference"]
-    assert rows[0] == ["method", "seeds", *losses, "s a step", "hours x ranks"] and len(rows) == 4
+    lines = shown[shown.index(title := "All cells, losses in nats\n") :].splitlines()[1:4]
+    assert [line.split() for line in lines] == [" ".join(row).split() for row in (rows[0], *rows[2:])]
+    assert f"**{title.strip()}**\n\n| method" in text
+    losses = ["held-out loss", "spread", "difference", "training loss", "spread", "difference"]
+    assert rows[0] == ["method", "seeds", *losses, "s a step", "hours x ranks", "verdict"] and len(rows) == 4
     half, costs = stats.t.ppf(0.975, 2) / math.sqrt(3), ["4", f"{20 * 4 * 2 / 3600:.3g}"]
-    assert rows[2] == ["sft", "3", f"2.0000 ± {half:.4f}", "", f"2.5000 ± {half:.4f}", "", *costs]
-    # Two seeds support no interval.
-    assert rows[3] == ["vcore", "2", "1.3500", "-0.1500", "1.8500", "-0.1500", *costs]
+    assert rows[2] == [
+        "sft",
+        "3",
+        f"2.0000 ± {half:.4f}",
+        "2.0000",
+        "",
+        f"2.5000 ± {half:.4f}",
+        "2.0000",
+        "",
+        *costs,
+        "",
+    ]
+    # Two seeds support no interval, and their difference of 0.9 is larger than the distance of 0.65 to sft.
+    assert rows[3] == ["vcore", "2", "1.3500", "0.9000", "-0.1500", "1.8500", "0.9000", "-0.1500", *costs, OVERLAPS]
     for part in ("<h2>Sweep</h2>", "5 of 6 runs are done", '"groups":["sft (3 runs)","vcore (2 runs)"]'):
         assert part in page
 
     Path("README.md").write_text("the user's")
     assert main(["report", "out", "--output", "README.html"]) == 0
-    assert text in capsys.readouterr().out and Path("README.html").read_text() == page
+    assert shown.partition("\n\nout/")[0] in capsys.readouterr().out and Path("README.html").read_text() == page
     assert Path("README.md").read_text() == "the user's"
     assert main(["report", "out", "out/runs/sft/seed_1"]) == 2
     assert "found a sweep among 2 folders" in capsys.readouterr().err
@@ -415,6 +430,27 @@ def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.Captur
     token = sweep.run_folder("vcore/seed_1") / "held_out.json"  # a mean over tokens is not compared with the others
     token.write_text('{"before": {}, "after": {"": 7}, "normalization": "token"}')
     assert main(["report", "out"]) == 0
-    head, _, _, row, *_ = read_rows(capsys.readouterr().out)
-    assert row[:4] == ["vcore", "2", "1.8000", "-0.2000"]
+    head, _, _, row, *_ = read_rows(Path("out/report.md").read_text())
+    assert row[:5] == ["vcore", "2", "1.8000", "", "-0.2000"]
     assert row[head.index("held-out loss, mean over tokens")] == "7.0000"
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdicts"),
+    [
+        ({"a": [1.0, 1.1], "b": [1.2, 1.5], "c": [1.5]}, {"a": "best", "b": OVERLAPS}),  # 0.1 < 0.3, 0.3 > 0.15
+        ({"a": [1.0, 1.3], "b": [1.2, 1.3]}, {"a": OVERLAPS}),  # 0.3 > 0.1: no cell is best
+        ({"a": [1.0], "b": [1.2], "c": [9.5]}, {"a": "best", "c": ROSE}),
+        ({"a": [9.2, 9.1], "b": [9.0, 9.5]}, {"a": ROSE, "b": ROSE}),  # all above the 9 of the start
+        ({"a": [1.0, 2.0]}, {}),
+    ],
+)
+def test_a_cell_is_best_if_its_seeds_agree_and_it_has_learnt(losses: dict, verdicts: dict) -> None:
+    cells = [
+        Cell(name, [], {}, "", {}, {"loss": dict(enumerate(some))}, {"loss": [loss - 9 for loss in some]})
+        for name, some in losses.items()
+    ]
+    assert judge_cells(cells, "loss", by_line=True) == verdicts
+    assert [one.name for one in find_best(cells, "loss")] == [
+        min(losses, key=lambda name: sum(losses[name]) / len(losses[name]))
+    ]

@@ -59,7 +59,7 @@ def write_report(
     cannot be written."""
     from vcore_ds.commands.report.runs import read_runs, write_pictures
     from vcore_ds.commands.report.tables import make_page
-    from vcore_ds.commands.sweep.results import sweep_markdown, sweep_section
+    from vcore_ds.commands.sweep.results import sweep_markdown, sweep_section, sweep_text
     from vcore_ds.common.paths import write_text, writing
 
     sections, title, markdown = [], None, None
@@ -77,7 +77,7 @@ def write_report(
         runs = read_runs([sweep.run_folder(run) for run in names], names, **options)
         sections, title = [sweep_section(sweep, runs)], f"sweep {sweep.folder.resolve().name}"
         markdown = sweep_markdown(sweep, sections[0])
-        print(markdown)
+        print(f"{sweep_text(sections[0])}\n")
     written = write_pictures(runs, png) if png is not None else []
     page = make_page(runs, *sections, title=title, has_traces=not as_text)
     if as_text:

@@ -48,7 +48,8 @@ class Table:
 
     def markdown(self) -> str:
         head, *rows = markdown_rows([self.head, *self.rows])
-        return "\n".join([head, "|" + "---|" * len(self.head), *rows])
+        title = [f"**{self.caption}**", ""] if self.caption else []
+        return "\n".join([*title, head, "|" + "---|" * len(self.head), *rows])
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class Section:
     in_text: bool = True
     data: Mapping[str, Any] = field(default_factory=dict)  # for the page's `data`
 
+    def text(self) -> str:
+        return "\n\n".join(_texts(self.blocks))
+
 
 @dataclass(frozen=True)
 class Page:
@@ -119,8 +123,8 @@ class Page:
     blobs: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        blocks = (block for section in self.sections if section.in_text for block in section.blocks)
-        return "\n\n".join([self.summary, *_texts(blocks)])
+        texts = [section.text() for section in self.sections if section.in_text]
+        return "\n\n".join([self.summary, *filter(None, texts)])
 
     def html(self) -> str:
         script = "\n" + "\n".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from vcore_ds.commands.sweep.scaling import Fit, fit_laws
 from vcore_ds.common.statistics import cell, holm, paired, t_estimate
 from vcore_ds.planning.known_models import find_shape
 from vcore_ds.planning.passes import parameter_counts
+from vcore_ds.training.run_notes import list_losses
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
@@ -47,9 +49,21 @@ class Cell:
     line: str  # in pictures: label of all settings but sizes and the x axis
     places: dict[str, float]  # size, or key of the x axis -> value, where it is known
     losses: dict[str, dict[int, float]]  # title -> seed -> loss
+    rises: dict[str, list[float]]  # title -> loss at the end above that at the start, of the seeds where it is known
 
     def label(self, keys: Collection[str]) -> str:
         return make_label({key: value for key, value in self.settings.items() if key in keys})
+
+    def mean(self, title: str) -> float:
+        return float(np.mean([*self.losses[title].values()]))
+
+    def spread(self, title: str) -> float:
+        """Difference between the losses of the worst and the best seed."""
+        return float(np.ptp([*self.losses[title].values()]))
+
+    def has_risen(self, title: str) -> bool:
+        """Whether the loss was higher at the end than at the start, in the mean over seeds."""
+        return bool(rises := self.rises.get(title)) and float(np.mean(rises)) > 0
 
 
 def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[Cell], str]:
@@ -73,10 +87,12 @@ def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[Cell], str]:
         if type(own.get(x)) in (int, float):
             places[x] = own[x]
         losses: dict[str, dict[int, float]] = {}
+        rises: dict[str, list[float]] = {}
         for run in members:
-            for title, loss in _losses(run).items():
-                losses.setdefault(title, {})[run.recipe.run.seed] = loss
-        cells.append(Cell(name, members, own, line or members[0].recipe.method.name, places, losses))
+            for title, (start, end) in _losses(run).items():
+                losses.setdefault(title, {})[run.recipe.run.seed] = end
+                rises.setdefault(title, []).extend([] if start is None else [end - start])
+        cells.append(Cell(name, members, own, line or members[0].recipe.method.name, places, losses, rises))
     return cells, x
 
 
@@ -87,20 +103,48 @@ def _group(cells: Iterable[Cell], label: Callable[[Cell], str]) -> dict[str, lis
     return groups
 
 
+def rank_cells(cells: Iterable[Cell], title: str, *, by_line: bool = True) -> list[list[Cell]]:
+    """The cells of each size (and line) by their mean loss, the smallest first; those that ended above their start are
+    last."""
+    groups = _group(
+        (one for one in cells if title in one.losses), lambda one: f"{one.line * by_line} {one.label(SIZE_KEYS)}"
+    )
+    return [sorted(group, key=lambda one: (one.has_risen(title), one.mean(title))) for group in groups.values()]
+
+
 def find_best(cells: Iterable[Cell], title: str) -> list[Cell]:
     """Of each line at each size, the cell with the smallest mean loss."""
-    groups = _group((one for one in cells if title in one.losses), lambda one: f"{one.line} {one.label(SIZE_KEYS)}")
-    return [min(group, key=lambda one: np.mean([*one.losses[title].values()])) for group in groups.values()]
+    return [group[0] for group in rank_cells(cells, title)]
 
 
-def _losses(run: ReportedRun) -> dict[str, float]:
-    """Title -> loss: each held-out loss, then the mean uniform cross-entropy of the last steps, at least one. Means of
-    another `method.normalization` have other titles."""
-    mean, measured = MEANS[run.held_out.normalization], run.held_out.after
-    losses = {f"held-out loss{name and f', {name}'}{mean}": loss for name, loss in measured.items() if loss is not None}
-    if steps := [loss for line in run.metrics if (loss := line.get("loss")) is not None]:
+def judge_cells(cells: Iterable[Cell], title: str, *, by_line: bool) -> dict[str, str]:
+    """Name of a cell -> `best` of its size (and line), or why it could not be called so; none for the others."""
+    verdicts = {}
+    for group in rank_cells(cells, title, by_line=by_line):
+        for one, following in zip_longest(group, group[1:]):
+            if one.has_risen(title):
+                verdicts[one.name] = ROSE
+            elif following is not None and one.spread(title) > abs(following.mean(title) - one.mean(title)):
+                verdicts[one.name] = OVERLAPS
+        if len(group) > 1:
+            verdicts.setdefault(group[0].name, "best")
+    return verdicts
+
+
+def _losses(run: ReportedRun) -> dict[str, tuple[float | None, float]]:
+    """Title -> loss at the start, if it is known, and at the end: each held-out loss, then the mean uniform
+    cross-entropy of the first and of the last steps, at least one. Means of another `method.normalization` have other
+    titles."""
+    mean, before = MEANS[run.held_out.normalization], run.held_out.before
+    losses: dict[str, tuple[float | None, float]] = {
+        f"held-out loss{name and f', {name}'}{mean}": (before.get(name), loss)
+        for name, loss in run.held_out.after.items()
+        if loss is not None
+    }
+    if steps := list_losses(run.metrics):
+        num_last = max(1, round(LAST_SHARE * len(steps)))
         title = f"training loss{MEANS[run.recipe.method.normalization]}"
-        losses[title] = float(np.mean(steps[-max(1, round(LAST_SHARE * len(steps))) :]))
+        losses[title] = float(np.mean(steps[:num_last])), float(np.mean(steps[-num_last:]))
     return losses
 
 
@@ -183,6 +227,8 @@ def _format_size(value: float) -> str:
 
 LAST_SHARE = 0.1  # share of the last steps over which the training loss is averaged
 DIGITS = 4
+ROSE, OVERLAPS = "ended above its start", "seeds differ by more than the distance to the next"
+"""Why a cell is not called best."""
 ABOUT_CHARTS = (
     "A line is the mean over seeds, its band their range. Against a size it shows the best cells, from four sizes on "
     "with a power law that is fitted without the largest. The tables have the numbers."
@@ -190,7 +236,9 @@ ABOUT_CHARTS = (
 NOTE = (
     "± is half of the 95% interval of the mean (Student's t over seeds, from three seeds on). Differences are paired "
     "by seed, from the best cells in the table of those, and bold if their interval excludes 0; p is adjusted for the "
-    f"rows (Holm). The training loss is the mean of the last {LAST_SHARE:.0%} of the steps."
+    "rows (Holm). Spread is the difference between the worst and the best seed. A cell that ended above its start, or "
+    "whose seeds differ by more than its distance to the next cell, is not called best. The training loss is the mean "
+    f"of the last {LAST_SHARE:.0%} of the steps."
 )
 
 
@@ -206,16 +254,18 @@ def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
     compared_with = {base.line for base in bases.values()}
     best_bases = {one.label(SIZE_KEYS): one for one in best if one.line in compared_with}
     bases_of_best = {one.name: best_bases.get(one.label(SIZE_KEYS), one) for one in best}
+    verdicts = judge_cells(cells, first, by_line=bool(x))
     blocks: list[Block] = []
     if len(runs) < len(sweep.runs):
         blocks.append(f"{len(runs)} of {len(sweep.runs)} runs are done; vcore-ds sweep ... --status names the others.")
     if charts := make_charts(cells, x, laws, first):
         blocks += [Drawing("sweep-charts"), ABOUT_CHARTS]
     if x and best:
-        blocks.append(_make_table(f"Best {name_key(x)}, losses in nats", best, [first], bases_of_best))
+        caption = f"Lowest {first} over {name_key(x)}, losses in nats"
+        blocks.append(_make_table(caption, best, [first], bases_of_best, verdicts))
     blocks += [
         *(_make_fit_table(f"Power law of the {first}: {line}", fits) for line, (_, fits) in laws.items() if fits),
-        _make_table("All cells, losses in nats", cells, titles, bases),
+        _make_table("All cells, losses in nats", cells, titles, bases, verdicts),
         NOTE,
     ]
     data = {"sweep": {"lines": list(laws), "charts": [asdict(chart) for chart in charts]}}
@@ -229,13 +279,28 @@ def sweep_markdown(sweep: SweepFolder, section: Section) -> str:
     return "\n\n".join([f"# Sweep {sweep.folder.resolve().name}", *texts]) + "\n"
 
 
-def _make_table(caption: str, cells: Sequence[Cell], titles: Sequence[str], bases: Mapping[str, Cell]) -> Table:
-    """Settings, mean losses and costs. `bases`: name of a cell -> the one that it is compared with."""
+def sweep_text(section: Section) -> str:
+    """The same for the screen."""
+    return replace(section, blocks=[block for block in section.blocks if block != ABOUT_CHARTS]).text()
+
+
+def _make_table(
+    caption: str,
+    cells: Sequence[Cell],
+    titles: Sequence[str],
+    bases: Mapping[str, Cell],
+    verdicts: Mapping[str, str],
+) -> Table:
+    """Settings, mean losses and costs. `bases`: name of a cell -> the one that it is compared with; `verdicts`: of
+    `judge_cells`."""
     columns = [(name_key(key), [_show_setting(one, key) for one in cells]) for key in cells[0].settings]
     columns.append(("seeds", [str(len(one.runs)) for one in cells]))
     for title in titles:
         losses = [one.losses.get(title, {}) for one in cells]
         columns.append((title, [cell(list(known.values()), DIGITS) if known else NOTHING for known in losses]))
+        if any(len(known) > 1 for known in losses):
+            spreads = [f"{one.spread(title):.{DIGITS}f}" if len(one.losses.get(title, ())) > 1 else "" for one in cells]
+            columns.append(("spread", spreads))
         differences = [
             paired(known, base.losses.get(title, {})) if (base := bases.get(one.name, one)) is not one else []
             for one, known in zip(cells, losses, strict=True)
@@ -254,6 +319,8 @@ def _make_table(caption: str, cells: Sequence[Cell], titles: Sequence[str], base
     hours = [each * rank / 3600 if isinstance(rank, int) else None for each, rank in zip(seconds, ranks, strict=True)]
     columns.append(("s a step", [f"{s / max(1.0, n):.3g}" for s, n in zip(seconds, num_steps, strict=True)]))
     columns.append(("hours x ranks", [format_number(each, ".3g") for each in hours]))
+    if any(one.name in verdicts for one in cells):
+        columns.append(("verdict", [verdicts.get(one.name, "") for one in cells]))
     rows = zip(*(texts for _, texts in columns), strict=True)
     return Table(caption, [name for name, _ in columns], [list(row) for row in rows])
 
