@@ -163,7 +163,8 @@ def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return meta tensors with shape and dtype of all weights that the model has in memory, by name, in Hugging Face's
     order; tied weights once."""
     model = build_empty_model(path, read_model(path).config, dtype=dtype)
-    weights: dict[str, Tensor] = dict(model.named_parameters())
+    # ZeRO-3 trains all parameters in one dtype, also those that transformers keeps in fp32 (DeepSeek-V3's router).
+    weights: dict[str, Tensor] = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
     all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return weights | {name: tensor for name, tensor in model.state_dict().items() if name not in all_parameters}
 
