@@ -20,13 +20,14 @@ LONGER_UNITS := \
 	provider push report signals slurm_scripts stops store sweep weighted_files
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test tests soak lint types gpu gpu8 .venv clean
+.PHONY: help quickstart check test tests soak lint types docs gpu gpu8 .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
 	@echo "make check        format, lint, types and the quick half of the unit tests; for every commit, minutes"
 	@echo "make test         format, lint, types and all tests"
 	@echo "make soak         all tests with further combinations of options and the runs that are killed again and again; hours"
+	@echo "make docs         these pages and the Python API as a site, in build/site"
 	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (SECONDS=170 ONLY='kernel runs' OUTPUT=FOLDER)"
 	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (SECONDS=1800 ONLY='resume kill'; without GPUs: TRY=simulated; on one: TRY=loopback)"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
@@ -54,6 +55,16 @@ lint: .venv
 
 types: .venv
 	mypy
+
+# Of copies in one folder, since pages link to README.md and others outside of docs/. A dead link fails.
+BUILD := build
+docs: .venv
+	rm -rf $(BUILD)
+	mkdir -p $(BUILD)/pages
+	cp docs/zensical.toml $(BUILD)
+	cp -r --parents README.md CONTRIBUTING.md CHANGELOG.md Dockerfile docs tests/README.md tests/*/README.md \
+		launch_scripts/trl $(BUILD)/pages
+	PYTHONPATH=$(CURDIR) $(BIN)/zensical build --strict --config-file $(BUILD)/zensical.toml
 
 # With the environment that is there: that of a GPU image, say, where nothing can be installed.
 gpu:
@@ -85,5 +96,5 @@ $(BIN)/installed $(BIN)/installed-tests: pyproject.toml constraints.txt .ci/inst
 	touch $(BIN)/installed $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	rm -rf build .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find vcore_ds tests -name __pycache__ -type d -prune -exec rm -rf {} +

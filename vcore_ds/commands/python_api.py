@@ -42,7 +42,8 @@ def score(
 
     Args:
         recipe: a recipe, or the folder of a run.
-        fragments, overrides: as in `train`.
+        fragments: as in `train`.
+        overrides: as in `train`.
         output: new folder.
         sets: path of each trusted set by its name; None for `data={"probe_path": ...}`.
         checkpoint: of a run; None for the newest.
