@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         probe_direction,
         token_utilities,
     )
+    from vcore_ds.utility.sharded import prepare_zero3
 
 __all__ = [
     "ProbeDirection",
@@ -28,6 +29,7 @@ __all__ = [
     "UserError",
     "VcoreLoss",
     "gibbs_weights",
+    "prepare_zero3",
     "probe_direction",
     "score",
     "token_utilities",
@@ -40,6 +42,7 @@ _MODULES = {
     "UserError": "vcore_ds.common.errors",
     "VcoreLoss": "vcore_ds.utility.one_process",
     "gibbs_weights": "vcore_ds.utility.one_process",
+    "prepare_zero3": "vcore_ds.utility.sharded",
     "probe_direction": "vcore_ds.utility.one_process",
     "score": "vcore_ds.commands.python_api",
     "token_utilities": "vcore_ds.utility.one_process",

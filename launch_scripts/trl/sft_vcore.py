@@ -4,7 +4,8 @@ accelerate launch --num_processes 8 launch_scripts/trl/sft_vcore.py --model_name
     --train train.jsonl --trusted trusted.jsonl --output_dir runs/trl --learning_rate 1e-5
 
 A line of the files has `prompt` and `completion`, both text or both messages. Every option of TRL's SFTConfig can be
-added, such as --gradient_accumulation_steps 8; sequences stay unpacked.
+added, such as --gradient_accumulation_steps 8; sequences stay unpacked. With --deepspeed FILE, a JSON file with ZeRO
+stage 3 and without an optimizer, DeepSpeed shards the model.
 """
 
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ def main() -> None:
         eval_dataset=files["trusted"],
         peft_config=get_peft_config(model),
     )
+    vcore_ds.prepare_zero3(trainer.model)  # without --deepspeed it has no effect
     trainer.train()
     trainer.save_model()
     trainer.save_state()

@@ -1,10 +1,15 @@
-"""`vcore_ds.VcoreLoss` on replicas of a model (DDP): the step of one process on all sequences."""
+"""`vcore_ds.VcoreLoss` on replicas of a model (DDP) and on its shards (DeepSpeed): the step of one process on all
+sequences."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -16,56 +21,94 @@ from vcore_ds.distributed import layout
 NUM_STEPS = 5
 
 
-def take_steps(rank: int | None, world_size: int = 2) -> list[torch.Tensor]:
-    """Train on this rank's sequences; None for one process with all of them. Returns alpha, loss and the norm of the
-    direction of each step, and at last the parameters.
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40},
+}
+
+
+def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = False, lora: bool = False) -> list[Tensor]:
+    """Train on this rank's sequences, in two parts per step; None for one process with all of them. Returns alpha, loss
+    and the norm of the direction of each part, and at last the parameters.
 
     In the second step the second rank has no supervised token, in the fourth one of its two sequences has none. The
     second probe has no sequence for the second rank, the third one only one without supervised tokens.
     """
-    model = tiny.qwen3().train()
+    model = (tiny.with_lora(tiny.qwen3()) if lora else tiny.qwen3()).train()
     # Several groups of parameters, as other trainers have for weight decay.
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW([{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.1}], lr=1e-3)
     rows = slice(None) if rank is None else slice(rank, None, world_size)
 
-    def take_rows(seed: int, without_tokens: Iterable[int] = ()) -> dict[str, torch.Tensor]:
+    def take_rows(seed: int, without_tokens: Iterable[int] = ()) -> dict[str, Tensor]:
         batch = tiny.make_batch(4, seed=seed)
         batch.labels[[*without_tokens]] = -100
         return {"input_ids": batch.input_ids[rows], "labels": batch.labels[rows]}
 
-    def iterate_probes() -> Iterator[list[dict[str, torch.Tensor]]]:
+    def iterate_probes() -> Iterator[list[dict[str, Tensor]]]:
         yield [take_rows(7)]
         yield [] if rank == 1 else [take_rows(8, (1, 3))]
         yield [take_rows(9, (1, 3))]
 
     vcore = vcore_ds.VcoreLoss(iterate_probes().__next__, kl_budget=0.5, every=2)
-    replica = model if rank is None else DistributedDataParallel(model)
+    replica: Any = model
+    if is_sharded:
+        replica, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=DEEPSPEED, dist_init_required=False)
+        with pytest.raises(vcore_ds.UserError, match="prepare_zero3"):
+            vcore(replica, take_rows(0), optimizer)
+        replica.destroy()
+        vcore_ds.prepare_zero3(model)
+        replica, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=DEEPSPEED, dist_init_required=False)
+    elif rank is not None:
+        replica = DistributedDataParallel(model)
     results = []
     without_tokens = {1: (1, 3), 3: (3,)}
     for step in range(NUM_STEPS):
-        vcore(replica, take_rows(step, without_tokens.get(step, ())), optimizer).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert vcore.direction is not None
-        norm = torch.stack([v.norm() for v in vcore.direction.gradient.values()]).norm()
-        results.append(torch.stack([vcore.alpha, vcore.uniform_loss, norm]).detach())
+        for part in range(2):
+            batch = take_rows(2 * step + part, without_tokens.get(step, ()))
+            if is_sharded:
+                before = replica(**take_rows(50)).logits
+                loss = vcore(replica, batch, replica.optimizer)
+                assert torch.equal(before, replica(**take_rows(50)).logits)
+                replica.backward(loss)
+                replica.step()  # at the second part
+            else:
+                (vcore(replica, batch, optimizer) / 2).backward()
+            assert vcore.direction is not None
+            squares = torch.stack([v.double().square().sum() for v in vcore.direction.gradient.values()]).sum()
+            if is_sharded:
+                torch.distributed.all_reduce(squares)
+            results.append(torch.stack([vcore.alpha, vcore.uniform_loss, squares.sqrt().float()]).detach())
+        if not is_sharded:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
     with pytest.raises(vcore_ds.UserError, match="batch: found no supervised token"):  # on all ranks alike
         vcore(replica, take_rows(0, range(4)), optimizer)
     assert vcore_ds.VcoreLoss([take_rows(7)])(replica, take_rows(1), optimizer).isfinite()
-    return [*results, torch.cat([p.detach().flatten() for p in model.parameters()])]
+    with deepspeed.zero.GatheredParameters(parameters) if is_sharded else nullcontext():
+        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    if is_sharded:
+        replica.destroy()
+    return results
 
 
-def take_steps_of_rank() -> list[torch.Tensor]:
+def take_steps_of_rank() -> list[list[Tensor]]:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled for minutes
     with patch.object(layout, "_meshes", {}):  # as in another trainer's process group, which this project did not start
-        return take_steps(torch.distributed.get_rank())
+        rank = torch.distributed.get_rank()
+        sharded = [take_steps(rank, is_sharded=True, lora=lora) for lora in (False, True)]
+        return [take_steps(rank), *sharded]
 
 
-def test_replicas_take_the_steps_of_one_process() -> None:
-    *expected, parameters = take_steps(None)
-    assert not torch.equal(expected[0][2], expected[2][2]) and torch.equal(expected[0][2], expected[1][2])
-    for *steps, of_rank in run_ranks(take_steps_of_rank, 2):
-        for step, wanted in zip(steps, expected, strict=True):
-            torch.testing.assert_close(step, wanted, rtol=1e-5, atol=0)
-        torch.testing.assert_close(of_rank, parameters, rtol=0, atol=1e-5)
+def test_replicas_and_shards_take_the_steps_of_one_process() -> None:
+    full, lora = take_steps(None), take_steps(None, lora=True)
+    assert not torch.equal(full[0][2], full[4][2]) and torch.equal(full[0][2], full[3][2])
+    for of_rank in run_ranks(take_steps_of_rank, 2):
+        for steps, expected in zip(of_rank, (full, full, lora), strict=True):
+            for step, wanted in zip(steps[:-1], expected[:-1], strict=True):
+                torch.testing.assert_close(step, wanted, rtol=1e-5, atol=0)
+            torch.testing.assert_close(steps[-1], expected[-1], rtol=0, atol=1e-5)

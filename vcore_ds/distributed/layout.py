@@ -9,7 +9,8 @@ is the same on all of them. `shards` is also `expert x expert_shards`, independe
 Before `arrange`, and after the process group has ended, the process is alone: every axis has one rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -26,6 +27,7 @@ Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards"
 
 _meshes: dict[str, DeviceMesh] = {}
 _is_first = True
+_lent: tuple[dist.ProcessGroup, dict[str, DeviceMesh]] | None = None  # another trainer's group, and its meshes
 _timeout = timedelta(0)
 _sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's sequence-parallel group, by size
 
@@ -48,6 +50,25 @@ def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> 
         _meshes.update(expert=mesh["expert"], expert_shards=mesh["expert_shards"])
     _sequence_groups.clear()
     _is_first = dist.get_rank() == 0
+
+
+@contextmanager
+def lent_ranks() -> Iterator[None]:
+    """A context in which the ranks of another trainer's process group, over which it shards one model, are arranged. A
+    collective when a process group is first lent. Outside of it the process is alone, since that trainer may also have
+    models that are not sharded."""
+    global _lent
+    if is_arranged():
+        yield
+        return
+    if _lent is None or _lent[0] is not _world():
+        arrange()
+        _lent = _world(), dict(_meshes)
+    _meshes.update(_lent[1])
+    try:
+        yield
+    finally:
+        _meshes.clear()
 
 
 def _make_mesh(ranks: Tensor, axes: tuple[Axis, Axis]) -> DeviceMesh:

@@ -323,9 +323,12 @@ class SavedParameters:
     def __init__(self, model: nn.Module):
         """`model` must have ZeRO-3's hooks already: these hooks must run after those that gather parameters."""
         self._by_address: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._note)
+        owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+        self._hooks = [module.register_forward_pre_hook(self._note) for module in owners]
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def as_references(self) -> Iterator[None]:

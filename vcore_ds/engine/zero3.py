@@ -126,6 +126,13 @@ class Engine:
             model=model, optimizer=optimizer, config=deepspeed_config, mpu=find_tensor_axis(), dist_init_required=False
         )
         initialize_moments(self.optimizer)
+        self._attach(model)
+        if isinstance(self.optimizer.optimizer, Muon):
+            self.matrices = self._find_muon_matrices(self.optimizer.optimizer)
+        self.coalesces = coalesce_gradient_reduction
+
+    def _attach(self, model: "TokenLossModel | ParallelTokenLossModel") -> None:
+        """Set what belongs to `model`, which `deepspeed` runs and `optimizer` has sharded."""
         self.module: TokenLossModel | ParallelTokenLossModel = model
         self.trainable: list[tuple[str, PartitionedParameter]] = [
             (name, as_partitioned(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -134,10 +141,8 @@ class Engine:
         self._streams = Streams(self.optimizer)
         self.shards = FlatShards(self.optimizer, self._streams, [parameter for _, parameter in self.trainable])
         self.matrices: dict[int, list[ShardedMatrix]] = {}
-        if isinstance(self.optimizer.optimizer, Muon):
-            self.matrices = self._find_muon_matrices(self.optimizer.optimizer)
         self.device = device()
-        self.coalesces = coalesce_gradient_reduction
+        self.coalesces = False
         self._gradient_sum = GradientSum([p for _, p in self.trainable if p.dtype != torch.float32])
         self._num_backwards_left = 0
         self._dropouts = [m for m in model.modules() if isinstance(m, TokenDropout)]
@@ -316,6 +321,11 @@ class Engine:
     def sum_over_data(self, values: list[float], sequence_parallel: int = 1) -> list[float]:
         """Element-wise sum over the ranks with other sequences, in fp64. A collective."""
         return layout.sum_over("data", values, sequence_parallel)
+
+    def is_true_everywhere(self, condition: bool) -> bool:
+        """Whether a condition holds on all ranks with other sequences, so that all of them raise or none. A
+        collective."""
+        return self.sum_over_data([float(not condition)]) == [0.0]
 
     def count_globally(self, batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
         """Count the sequences and supervised tokens of a batch over all ranks, by which losses are divided. A

@@ -71,6 +71,17 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
+def find_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the outermost `GradientCheckpointingLayer`s, in order."""
+    layers: list[nn.Module] = []
+    nested: set[nn.Module] = set()
+    for module in decoder.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in nested:
+            layers.append(module)
+            nested.update(module.modules())
+    return layers
+
+
 def freeze_towers(model: PreTrainedModel) -> None:
     """Freeze everything but decoder and head, in place: text passes through nothing else."""
     used = {id(p) for part in (find_decoder(model), model.get_output_embeddings()) for p in part.parameters()}
@@ -105,6 +116,13 @@ class TokenLossHead(nn.Module):
         self.weight = weight
         self._transform, self._shard = transform, shard
         self.memory = DEFAULT_LOSS_MEMORY
+
+    @classmethod
+    def convert(cls, layer: nn.Linear, transform: LogitTransform) -> None:
+        """Make a linear layer without a bias an output embedding, in place: it keeps ZeRO-3's hooks, if it has them
+        already."""
+        layer.__class__ = cls
+        vars(layer).update(_transform=transform, _shard=None, memory=DEFAULT_LOSS_MEMORY)
 
     def forward(
         self,
@@ -156,7 +174,7 @@ class TokenLossModel(nn.Module):
                 f"model.path: {base.config.model_type}: the output embedding is {head}; expected another model, with a "
                 "plain linear layer without a bias, hooks or another forward (LoRA there is not supported)"
             )
-        base.set_output_embeddings(TokenLossHead(head.weight, read_logit_transform(base.config)))
+        TokenLossHead.convert(head, read_logit_transform(base.config))
 
     @property
     def base(self) -> PreTrainedModel:
@@ -175,13 +193,7 @@ class TokenLossModel(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The outermost `GradientCheckpointingLayer`s of the decoder, in order; empty if the architecture has none."""
-        layers: list[nn.Module] = []
-        nested: set[nn.Module] = set()
-        for module in self.decoder.modules():
-            if isinstance(module, GradientCheckpointingLayer) and module not in nested:
-                layers.append(module)
-                nested.update(module.modules())
-        return layers
+        return find_layers(self.decoder)
 
     def keep(self, activations: ActivationMemory) -> None:
         """Keep what `activations` says for the backward."""

@@ -4,11 +4,13 @@ trainers: the passes of a run, without sharding. Public through `vcore_ds`."""
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +27,10 @@ from vcore_ds.models.causal_lm import use_eager_attention
 from vcore_ds.utility.derivative_check import NUM_COMPARED, compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
+from vcore_ds.utility.sharded import SharedEngine, shared_engine
 from vcore_ds.utility.unsharded import MODEL_PREFIX, UnshardedEngine, unsharded_engine
+
+AnyEngine = UnshardedEngine | SharedEngine
 
 _NUM_CHECKED = 32
 
@@ -73,22 +78,24 @@ def probe_direction(
             raise UserError("batches: found none; expected at least one batch of probe sequences")
         _check_losses(engine, probe_batches[0])
         _check_derivatives(engine, probe_batches[0])
-        return _compute_direction(engine, probe_batches, normalization=normalization, clip=clip)
+        return _compute_direction(engine, probe_batches, normalization=normalization, clip=clip)[0]
 
 
 def _compute_direction(
-    engine: UnshardedEngine, probe_batches: Sequence[Batch], *, normalization: Normalization, clip: float | None
-) -> ProbeDirection:
-    """As `probe_direction`, without checks of the model."""
+    engine: AnyEngine, probe_batches: Sequence[Batch], *, normalization: Normalization, clip: float | None
+) -> tuple[ProbeDirection, list[Tensor]]:
+    """As `probe_direction`, without checks of the model; also as flat tensors."""
     direction = Direction(engine)
     try:
         rule: Literal["adam", "sgd"] = "adam" if engine.num_updates else "sgd"
         probe = direction.compute(probe_batches, normalization=normalization, clip=clip, optimizer=rule)
     except NonFiniteLoss as error:
         raise UserError(f"batches: {error}") from None
-    pairs = zip(engine.trainable, direction.buffers, strict=True)
-    gradient = {name.removeprefix(MODEL_PREFIX): flat.view(parameter.shape) for (name, parameter), flat in pairs}
-    return ProbeDirection(gradient, probe.loss, probe.gradient_norm)
+    gradient = {name.removeprefix(MODEL_PREFIX): direction.shard(parameter) for name, parameter in engine.trainable}
+    if isinstance(engine, UnshardedEngine):
+        shapes = (parameter.shape for _, parameter in engine.trainable)
+        gradient = {name: flat.view(shape) for (name, flat), shape in zip(gradient.items(), shapes, strict=True)}
+    return ProbeDirection(gradient, probe.loss, probe.gradient_norm), direction.buffers
 
 
 def token_utilities(
@@ -104,15 +111,12 @@ def token_utilities(
     parsed = _read_batch(batch)
     with unsharded_engine(model) as engine:
         _check_losses(engine, parsed)
-        return _compute_utilities(engine, parsed, direction)
+        gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
+        return _compute_utilities(engine, parsed, _read_direction(engine, gradient))
 
 
-def _compute_utilities(
-    engine: UnshardedEngine, batch: Batch, direction: ProbeDirection | Mapping[str, Tensor]
-) -> Tensor:
-    """As `token_utilities`, without comparing the model's losses first."""
-    gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
-    buffers = _read_direction(engine, gradient)
+def _compute_utilities(engine: AnyEngine, batch: Batch, buffers: list[Tensor]) -> Tensor:
+    """As `token_utilities`, along flat tensors, without comparing the model's losses first."""
     (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [batch])
     if not engine.is_true_everywhere(bool(torch.isfinite(utilities).all())):
         raise UserError("direction: found a utility that is inf or NaN; expected a finite direction, loss and model")
@@ -186,6 +190,7 @@ class VcoreLoss:
         self._step, self._step_of_direction = 0, 0
         self._training: tuple[weakref.ref[Any], ...] = ()  # model and optimizer, not kept alive
         self.direction: ProbeDirection | None = None
+        self._buffers: list[Tensor] = []  # the direction as flat tensors
         self.uniform_loss = self.alpha = torch.tensor(torch.nan)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> Tensor:
@@ -196,14 +201,12 @@ class VcoreLoss:
         `optimizer`: AdamW of the model, for directions matched to it; None for the gradient itself. Raises UserError
         as `probe_direction` and `token_utilities`.
         """
-        base, replicas = model, None
-        if isinstance(model, DistributedDataParallel):
-            base, replicas = model.module, model.process_group
         parsed = _read_batch(batch, needs_tokens=False)
-        with unsharded_engine(base, optimizer, replicas) as engine:
+        with _engine_of(model, optimizer) as engine:
             num_sequences = _count_sequences(engine, [parsed], "batch")
-            direction = self._take_direction(engine, base, optimizer, parsed)
+            direction = self._take_direction(engine, optimizer, parsed)
             utilities = _compute_utilities(engine, parsed, direction)
+            replicas, num_ranks = engine.replicas, engine.num_summed_ranks
         labels = batch["labels"].to(utilities.device)
         weights = gibbs_weights(utilities, labels, kl_budget=self._kl_budget)[:, 1:]
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
@@ -217,13 +220,12 @@ class VcoreLoss:
             layout.sum_replicas(replicas, means)
         self.uniform_loss = means[0]
         self.alpha = loss_ratio_alpha(means[0], means[1], self._alpha_cap).to(losses)
-        return self.alpha * weighted * engine.num_summed_ranks  # DDP averages gradients over ranks
+        return self.alpha * weighted * num_ranks  # DDP and DeepSpeed average gradients over ranks
 
-    def _take_direction(
-        self, engine: UnshardedEngine, model: nn.Module, optimizer: Optimizer | None, batch: Batch
-    ) -> ProbeDirection:
-        """Return the direction in use, of a new probe if that is due. A collective. `batch`: this rank's, for the
-        checks of another model."""
+    def _take_direction(self, engine: AnyEngine, optimizer: Optimizer | None, batch: Batch) -> list[Tensor]:
+        """Return the direction in use as flat tensors, of a new probe if that is due. A collective. `batch`: this
+        rank's, for the checks of another model."""
+        model: nn.Module = engine.module.causal_lm
         step, owner = (self._step + 1, model) if optimizer is None else (engine.num_updates, optimizer)
         direction, training = self.direction, [ref() for ref in self._training]
         names = {name.removeprefix(MODEL_PREFIX) for name, _ in engine.trainable}
@@ -234,13 +236,25 @@ class VcoreLoss:
                 _check_derivatives(engine, batch)
             probe = [_read_batch(part, needs_tokens=False) for part in self._draw_probe()] or [idle_batch(0)]
             _count_sequences(engine, probe, "probe_batches")
-            self.direction = direction = _compute_direction(engine, probe, normalization="sequence", clip=self._clip)
+            if isinstance(engine, SharedEngine):  # every forward is a collective
+                probe += [idle_batch(0)] * (engine.count_most(probe) - len(probe))
+            pair = _compute_direction(engine, probe, normalization="sequence", clip=self._clip)
+            self.direction, self._buffers = pair
             self._step_of_direction, self._training = step, (weakref.ref(model), weakref.ref(owner))
         self._step = step
-        return direction
+        return self._buffers
 
 
-def _count_sequences(engine: UnshardedEngine, batches: Sequence[Batch], name: str) -> int:
+def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[AnyEngine]:
+    """A context with an engine around a model, its replicas (DDP) or its shards (DeepSpeed)."""
+    if isinstance(model, DeepSpeedEngine):
+        return shared_engine(model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        return unsharded_engine(model.module, optimizer, model.process_group)
+    return unsharded_engine(model, optimizer)
+
+
+def _count_sequences(engine: AnyEngine, batches: Sequence[Batch], name: str) -> int:
     """Count the sequences with supervised tokens of all ranks. A collective. Raises UserError on all of them if there
     are none."""
     num_sequences = engine.count_globally(batches).num_sequences_global
@@ -314,7 +328,7 @@ def _take_text(batch: Batch, num_tokens: int) -> Tensor:
     return ids if ids.shape[1] > 1 else ids.repeat(1, 2)
 
 
-def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
+def _check_losses(engine: AnyEngine, batch: Batch) -> None:
     """Compare the losses of the first tokens with those of the model's own forward. Raises UserError if they differ:
     the architecture is not causal, has other positions, or computes its logits in another way."""
     ids = _take_text(batch, _NUM_CHECKED)
@@ -334,7 +348,7 @@ def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
         )
 
 
-def _check_derivatives(engine: UnshardedEngine, batch: Batch) -> None:
+def _check_derivatives(engine: AnyEngine, batch: Batch) -> None:
     """Compare both modes on the first tokens (`utility.derivative_check`). Raises UserError if they differ, as where an
     architecture's forward disables gradients: forward mode differentiates there."""
     ids = _take_text(batch, NUM_COMPARED)

@@ -74,7 +74,11 @@ class UnshardedEngine(Engine):
         self.trainable = [(name, as_partitioned(p)) for name, p in model.named_parameters() if p.requires_grad]
         self.shards = UnshardedVectors([parameter for _, parameter in self.trainable], optimizer)
         self.matrices, self.replicas = {}, replicas
-        self._steps = [] if optimizer is None else read_adam_steps(optimizer, self.trainable)
+        self._steps: list[AdamStep] = []
+        if optimizer is not None:
+            optimizer, groups = find_groups(optimizer, self.trainable)
+            states = [optimizer.state.get(parameter, {}) for _, parameter in self.trainable]
+            self._steps = read_adam_steps(optimizer, groups, states)
         self.device = self.trainable[0][1].device
         self._dropouts = []
         self._experts = [module for module in model.modules() if uses_our_experts(module)]
@@ -96,10 +100,6 @@ class UnshardedEngine(Engine):
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         layout.sum_replicas(self.replicas, total)
         return total.tolist()
-
-    def is_true_everywhere(self, condition: bool) -> bool:
-        """Whether a condition holds on all replicas, so that all of them raise or none. A collective."""
-        return self.sum_over_data([float(not condition)]) == [0.0]
 
     def _call_model(self, **inputs: object) -> Tensor:
         return self.module(**inputs)
@@ -147,21 +147,30 @@ class UnshardedEngine(Engine):
         return self.sum_over_data([float(values.double().mean())])[0] / self.num_summed_ranks
 
 
-def read_adam_steps(optimizer: Optimizer, trained: Sequence[tuple[str, nn.Parameter]]) -> list[AdamStep]:
-    """Read what the optimizer's upcoming update of each trained parameter depends on. Raises UserError for an optimizer
-    with another update than that of `adam_direction`, or of other parameters."""
+def find_groups(
+    optimizer: Optimizer, trained: Sequence[tuple[str, nn.Parameter]]
+) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """Return the optimizer without wrappers, and the group of each trained parameter. Raises UserError if one has
+    none."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate's wrapper
         optimizer = inner
-    kind = type(optimizer)
-    if inspect.unwrap(kind.step) is not inspect.unwrap(Adam.step):  # PyTorch wraps the function for its profiler
-        raise _refuse_optimizer(kind.__name__)
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, parameter in trained if id(parameter) not in group_of]
     if missing:
         more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         found = f"{missing[0].removeprefix(MODEL_PREFIX)}{more}, of which the model requires gradients"
-        raise _refuse_optimizer(f"{kind.__name__} without {found}")
-    groups = [group_of[id(parameter)] for _, parameter in trained]
+        raise _refuse_optimizer(f"{type(optimizer).__name__} without {found}")
+    return optimizer, [group_of[id(parameter)] for _, parameter in trained]
+
+
+def read_adam_steps(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]
+) -> list[AdamStep]:
+    """Read what the optimizer's upcoming update of each tensor depends on, from its group and its state. Raises
+    UserError for an optimizer with another update than that of `adam_direction`."""
+    kind = type(optimizer)
+    if inspect.unwrap(kind.step) is not inspect.unwrap(Adam.step):  # PyTorch wraps the function for its profiler
+        raise _refuse_optimizer(kind.__name__)
     for group in groups:
         decay = 0 if group["decoupled_weight_decay"] else group["weight_decay"]
         options = ("maximize", group["maximize"]), ("amsgrad", group["amsgrad"]), (f"weight_decay {decay}", decay)
@@ -170,7 +179,6 @@ def read_adam_steps(optimizer: Optimizer, trained: Sequence[tuple[str, nn.Parame
                 raise _refuse_optimizer(f"{kind.__name__} with {name}")
     rates = [float(group["lr"]) for group in groups]
     largest = max(rates)  # 0 at the start of a warm-up
-    states = [optimizer.state.get(parameter, {}) for _, parameter in trained]
     return [
         AdamStep(
             int(state.get("step", 0)) + 1,
@@ -193,10 +201,18 @@ def _refuse_optimizer(found: str) -> UserError:
 def unsharded_engine(
     model: nn.Module, optimizer: Optimizer | None = None, replicas: layout.ReplicaGroup | None = None
 ) -> Iterator[UnshardedEngine]:
-    """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
-    device), which is restored on exit; within it autocast and torch.compile are off. `optimizer`, `replicas`: see
-    `UnshardedEngine`. Raises UserError for another model or optimizer, a model without trained parameters, or whose
-    attention has no forward-mode derivative, or in inference mode."""
+    """A context with an engine around `model`; see `token_loss_model`. `optimizer`, `replicas`: see `UnshardedEngine`.
+    Raises UserError for another optimizer too."""
+    with token_loss_model(model) as losses:
+        yield UnshardedEngine(losses, optimizer, replicas)
+
+
+@contextmanager
+def token_loss_model(model: nn.Module) -> Iterator[TokenLossModel]:
+    """A context with a `TokenLossModel` in evaluation mode around `model` (a causal language model of transformers, or
+    peft's around one, on one device), which is restored on exit; within it autocast and torch.compile are off. Raises
+    UserError for another model, one without trained parameters, or whose attention has no forward-mode derivative, or
+    in inference mode."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not (
         isinstance(model, PreTrainedModel | PeftModel)
@@ -224,7 +240,7 @@ def unsharded_engine(
             config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
             # Accelerate wraps `forward` in autocast, which would round the passes.
             model.forward = vars(model).get("_original_forward", model.forward)  # type: ignore[method-assign]
-            yield UnshardedEngine(TokenLossModel(model.eval()).eval(), optimizer, replicas)
+            yield TokenLossModel(model.eval()).eval()
         finally:
             config._attn_implementation, config._experts_implementation = attention, experts
 
