@@ -13,6 +13,7 @@ from vcore_ds.common import __version__ as __version__
 if TYPE_CHECKING:
     from vcore_ds.commands.python_api import score, train
     from vcore_ds.common.errors import UserError
+    from vcore_ds.engine.sharded import prepare_zero3
     from vcore_ds.training.run import RunResult
     from vcore_ds.utility.one_process import (
         ProbeDirection,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         probe_direction,
         token_utilities,
     )
-    from vcore_ds.utility.sharded import prepare_zero3
 
 __all__ = [
     "ProbeDirection",
@@ -42,7 +42,7 @@ _MODULES = {
     "UserError": "vcore_ds.common.errors",
     "VcoreLoss": "vcore_ds.utility.one_process",
     "gibbs_weights": "vcore_ds.utility.one_process",
-    "prepare_zero3": "vcore_ds.utility.sharded",
+    "prepare_zero3": "vcore_ds.engine.sharded",
     "probe_direction": "vcore_ds.utility.one_process",
     "score": "vcore_ds.commands.python_api",
     "token_utilities": "vcore_ds.utility.one_process",

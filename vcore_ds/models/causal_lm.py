@@ -152,6 +152,10 @@ class TokenLossHead(nn.Module):
         return losses, reference_divergence(hidden, weight, reference_hidden, **options)
 
 
+MODEL_PREFIX = "causal_lm."
+"""Prefix that `TokenLossModel` adds to the names of a model's parameters."""
+
+
 class TokenLossModel(nn.Module):
     """Wraps a (possibly LoRA-adapted) causal LM; `forward` returns the loss of each supervised token.
 

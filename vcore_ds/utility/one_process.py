@@ -3,14 +3,13 @@ trainers: the passes of a run, without sharding. Public through `vcore_ds`."""
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -19,16 +18,16 @@ from torch.optim import Optimizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, idle_batch
 from vcore_ds.distributed import layout
+from vcore_ds.engine.sharded import SharedEngine, is_deepspeed, shared_engine
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization, loss_ratio_alpha
 from vcore_ds.models.attention import comparing_masks
-from vcore_ds.models.causal_lm import use_eager_attention
+from vcore_ds.models.causal_lm import MODEL_PREFIX, use_eager_attention
 from vcore_ds.utility.derivative_check import NUM_COMPARED, compare_derivatives
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
-from vcore_ds.utility.sharded import SharedEngine, shared_engine
-from vcore_ds.utility.unsharded import MODEL_PREFIX, UnshardedEngine, unsharded_engine
+from vcore_ds.utility.unsharded import UnshardedEngine, token_loss_model, unsharded_engine
 
 AnyEngine = UnshardedEngine | SharedEngine
 
@@ -245,13 +244,16 @@ class VcoreLoss:
         return self._buffers
 
 
-def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> AbstractContextManager[AnyEngine]:
+@contextmanager
+def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[AnyEngine]:
     """A context with an engine around a model, its replicas (DDP) or its shards (DeepSpeed)."""
-    if isinstance(model, DeepSpeedEngine):
-        return shared_engine(model, optimizer)
-    if isinstance(model, DistributedDataParallel):
-        return unsharded_engine(model.module, optimizer, model.process_group)
-    return unsharded_engine(model, optimizer)
+    if is_deepspeed(model):
+        with token_loss_model(model.module) as losses, shared_engine(losses, model, optimizer) as sharded:
+            yield sharded
+        return
+    replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
+    with unsharded_engine(model if replicas is None else model.module, optimizer, replicas) as engine:
+        yield engine
 
 
 def _count_sequences(engine: AnyEngine, batches: Sequence[Batch], name: str) -> int:

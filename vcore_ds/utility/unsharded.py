@@ -1,7 +1,6 @@
 """Any Hugging Face model as an engine of one process, without DeepSpeed, for utilities in a notebook or another
 trainer."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,11 +9,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
+from vcore_ds.engine.adam_steps import find_groups, read_adam_steps
 from vcore_ds.engine.flat_shards import FlatShards, ShardPosition, as_partitioned
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.optimizers import AdamStep
@@ -22,9 +22,6 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.description import can_replace_attention
 from vcore_ds.models.experts import OUR_EXPERTS, uses_our_experts
-
-MODEL_PREFIX = "causal_lm."
-"""Prefix that `TokenLossModel` adds to the names of a model's parameters."""
 
 
 class UnshardedVectors(FlatShards):
@@ -145,56 +142,6 @@ class UnshardedEngine(Engine):
 
     def mean_over_replicas(self, values: Tensor) -> float:
         return self.sum_over_data([float(values.double().mean())])[0] / self.num_summed_ranks
-
-
-def find_groups(
-    optimizer: Optimizer, trained: Sequence[tuple[str, nn.Parameter]]
-) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """Return the optimizer without wrappers, and the group of each trained parameter. Raises UserError if one has
-    none."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate's wrapper
-        optimizer = inner
-    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in trained if id(parameter) not in group_of]
-    if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        found = f"{missing[0].removeprefix(MODEL_PREFIX)}{more}, of which the model requires gradients"
-        raise _refuse_optimizer(f"{type(optimizer).__name__} without {found}")
-    return optimizer, [group_of[id(parameter)] for _, parameter in trained]
-
-
-def read_adam_steps(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]
-) -> list[AdamStep]:
-    """Read what the optimizer's upcoming update of each tensor depends on, from its group and its state. Raises
-    UserError for an optimizer with another update than that of `adam_direction`."""
-    kind = type(optimizer)
-    if inspect.unwrap(kind.step) is not inspect.unwrap(Adam.step):  # PyTorch wraps the function for its profiler
-        raise _refuse_optimizer(kind.__name__)
-    for group in groups:
-        decay = 0 if group["decoupled_weight_decay"] else group["weight_decay"]
-        options = ("maximize", group["maximize"]), ("amsgrad", group["amsgrad"]), (f"weight_decay {decay}", decay)
-        for name, is_set in options:
-            if is_set:
-                raise _refuse_optimizer(f"{kind.__name__} with {name}")
-    rates = [float(group["lr"]) for group in groups]
-    largest = max(rates)  # 0 at the start of a warm-up
-    return [
-        AdamStep(
-            int(state.get("step", 0)) + 1,
-            (float(group["betas"][0]), float(group["betas"][1])),
-            float(group["eps"]),
-            rate / largest if largest else 1.0,
-        )
-        for group, state, rate in zip(groups, states, rates, strict=True)
-    ]
-
-
-def _refuse_optimizer(found: str) -> UserError:
-    return UserError(
-        f"optimizer: found {found}; expected torch's AdamW, or Adam without coupled weight decay, of all trained "
-        "parameters, without amsgrad and maximize; or None, for the gradient itself"
-    )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -15,10 +15,15 @@ from torch.optim import Optimizer
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
+from vcore_ds.engine.adam_steps import read_adam_steps
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.optimizers import AdamStep
 from vcore_ds.models.causal_lm import FUNCTIONAL_DROPOUT, TokenLossModel, find_decoder, find_layers
-from vcore_ds.utility.unsharded import read_adam_steps, token_loss_model
+
+
+def is_deepspeed(model: nn.Module) -> TypeGuard[DeepSpeedEngine]:
+    """Whether `model` is DeepSpeed's engine, which other trainers pass as the model."""
+    return isinstance(model, DeepSpeedEngine)
 
 
 def prepare_zero3(model: nn.Module) -> None:
@@ -120,26 +125,28 @@ class SharedEngine(Engine):
 
 
 @contextmanager
-def shared_engine(trainers: DeepSpeedEngine, optimizer: Optimizer | None) -> Iterator[SharedEngine]:
-    """A context with an engine around another trainer's, which is as before on exit. `optimizer`: None for directions
-    that are gradients. A collective. Raises UserError as `token_loss_model`, for another stage than 3, or if layers
-    are not gathered whole."""
+def shared_engine(
+    model: TokenLossModel, trainers: DeepSpeedEngine, optimizer: Optimizer | None
+) -> Iterator[SharedEngine]:
+    """A context with an engine around another trainer's, which is as before on exit. `model`: see `SharedEngine`.
+    `optimizer`: None for directions that are gradients. A collective. Raises UserError for another stage than 3, or if
+    layers are not gathered whole."""
     zero, stage = trainers.optimizer, trainers.zero_optimization_stage()
     if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         raise _refuse("zero_optimization.stage", stage, "3, or DDP for a model that fits on one device")
     if trainers.fp16_enabled():
         raise _refuse("fp16", "true", "bf16 or fp32")
-    with layout.lent_ranks(), token_loss_model(trainers.module) as model:
+    split = next((layer for layer in model.layers if not z3_leaf_module(layer)), None)
+    if split is not None:
+        raise UserError(
+            f"model: found a {type(split).__name__} that DeepSpeed gathers in parts; expected whole layers. Call "
+            "`vcore_ds.prepare_zero3(model)` before the trainer starts"
+        )
+    with layout.lent_ranks():
         num_ranks, num_shards = layout.size("job"), zero.dp_process_group.size()
         if trainers.sequence_parallel_size > 1 or num_shards != num_ranks:
             found = f"{num_shards} shards and sequence parallelism of {trainers.sequence_parallel_size}"
             raise _refuse("parallelism", f"{found} on {num_ranks} ranks", "a shard and other sequences on each rank")
-        split = next((layer for layer in model.layers if not z3_leaf_module(layer)), None)
-        if split is not None:
-            raise UserError(
-                f"model: found a {type(split).__name__} that DeepSpeed gathers in parts; expected whole layers. Call "
-                "`vcore_ds.prepare_zero3(model)` before the trainer starts"
-            )
         engine = SharedEngine(model, trainers, with_moments=optimizer is not None)
         with engine.lent():
             yield engine
