@@ -14,7 +14,7 @@ export PYTHONSAFEPATH=1  # the working folder may hold a queue.py
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 echo "Starting; importing PyTorch and DeepSpeed takes some seconds"
 ranks=()
-accelerator=${DS_ACCELERATOR:-$(python -P "$repository/vcore_ds/commands/quickstart/gpus.py")}
+accelerator=${DS_ACCELERATOR:-$(python -P "$repository/launch_scripts/gpus.py")}
 if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
@@ -33,7 +33,7 @@ from vcore_ds.commands.cli import end_process, launch  # noqa: E402
 from vcore_ds.common.imports import lasting_imports  # noqa: E402
 
 with lasting_imports():
-    from vcore_ds.commands.quickstart.session import RECIPE, finish, prepare
+    from launch_scripts.quickstart import RECIPE, finish, prepare
 
 if __name__ == "__main__":  # processes that prepare data import this file
     end_process(launch(str(RECIPE), sys.argv[1:], before=prepare, after=finish))

@@ -14,7 +14,7 @@ for ((number = 2; ; number++)); do
 done
 data=$folder/data
 ranks=()
-accelerator=${DS_ACCELERATOR:-$(python -P vcore_ds/commands/quickstart/gpus.py)}
+accelerator=${DS_ACCELERATOR:-$(python -P launch_scripts/gpus.py)}
 if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
@@ -32,7 +32,7 @@ launch() {
 paths=("data.train_path=$data/mixture.jsonl" "data.probe_path=$data/trusted.jsonl")
 evaluate=(vcore-ds eval --tasks "math500=$data/problems.jsonl" --temperature 0 --max-new-tokens 128 --batch-size 64)
 
-run python -m vcore_ds.commands.quickstart.traces runs/quickstart_data
+run python launch_scripts/quickstart_data.py runs/quickstart_data
 run python -m launch_scripts.wrong_traces write "$data"
 launch train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/sft"
 launch score "$folder/sft" "data.probe_path=$data/trusted.jsonl" --output "$folder/scores"

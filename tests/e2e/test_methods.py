@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch_scripts.quickstart import DATA, RECIPE
+from launch_scripts.quickstart_data import prepare_quickstart_data
 from tests.helpers import resumed_runs
 from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
@@ -21,8 +23,6 @@ from tests.helpers.setups import TinySetup, write_first_layers
 from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.weightings import write_functions_of_page
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.quickstart.session import DATA, RECIPE
-from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.commands.report.tokens import IN_ANSWER, KIND, POSITION, TokenTexts, make_tables
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.tokenization import load_tokenizer

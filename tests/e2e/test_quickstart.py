@@ -11,9 +11,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch_scripts.quickstart import DATA, RECIPE
 from tests.helpers.commands import METRICS, has_control_characters, read_metrics, run_command
-from vcore_ds.commands.quickstart.session import DATA, RECIPE
-from vcore_ds.commands.quickstart.traces import HELD_OUT
+from vcore_ds.commands.evaluate.champ import HELD_OUT
 from vcore_ds.config.load import load_recipe, make_override
 
 pytestmark = pytest.mark.e2e

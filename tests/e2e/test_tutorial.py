@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from launch_scripts.quickstart import DATA
+from launch_scripts.quickstart_data import MODEL_NAME, prepare_quickstart_data
 from tests.helpers.commands import REPOSITORY, command_environment, is_listened_on, wait_until
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.quickstart.session import DATA
-from vcore_ds.commands.quickstart.traces import MODEL_NAME, prepare_quickstart_data
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +81,7 @@ def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> Non
     folder = tmp_path / "empty"
     cut_model(folder / "quickstart_data" / MODEL_NAME)
     (making_the_model, _), *blocks = read_blocks()
-    assert making_the_model == "python -m vcore_ds.commands.quickstart.traces quickstart_data\n"  # e2e/test_quickstart
+    assert making_the_model == "python ../launch_scripts/quickstart_data.py quickstart_data\n"  # e2e/test_quickstart
     num_typed = 0
     for block, shown in blocks:
         output = ""

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from launch_scripts.quickstart_data import prepare_model
 from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.tokenizer import CHATML, make_tokenizer
-from vcore_ds.commands.quickstart.traces import prepare_model
 from vcore_ds.data.tokenization import load_tokenizer
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch_scripts.quickstart import DATA
+from launch_scripts.quickstart_data import prepare_quickstart_data
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.quickstart.session import DATA
-from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.data.answers import math_prompt
 
 TRL = os.environ.get("VCORE_DS_TRL_PYTHON")

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch_scripts.quickstart import DATA
+from launch_scripts.quickstart_data import prepare_quickstart_data
 from tests.helpers.commands import REPOSITORY, run_command
 from tests.helpers.setups import sums, write_model
 from tests.helpers.tokenizer import CHATML
-from vcore_ds.commands.quickstart.session import DATA
-from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.data.answers import math_prompt
 
 TRL = os.environ.get("VCORE_DS_TRL_PYTHON")

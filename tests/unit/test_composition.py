@@ -11,12 +11,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch_scripts import quickstart
+from launch_scripts.quickstart import RECIPE as QUICKSTART
+from launch_scripts.quickstart import load_with_additions, prepare_files
 from tests.helpers.recipes import find_problem, find_problems, smallest_recipe
 from tests.helpers.recipes import write_yaml as write
 from vcore_ds.commands.cli import launch, main
-from vcore_ds.commands.quickstart import session
-from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
-from vcore_ds.commands.quickstart.session import load_with_additions, prepare_files
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import SHIPPED_RECIPES, dump_recipe, load_recipe, merge_files
 from vcore_ds.config.problems import RecipeError
@@ -306,7 +306,7 @@ def test_a_launch_script_passes_fragments_on(folder: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("checkout", ["/src/vcore_ds", "/my #1 repo", "/a: b", "/[x]"])
 def test_the_quickstart_runs_in_any_checkout(checkout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "DATA", data := Path(checkout, "runs", "quickstart_data"))
+    monkeypatch.setattr(quickstart, "DATA", data := Path(checkout, "runs", "quickstart_data"))
     recipe, pool = load_with_additions(["presets/trusted.yaml", "data.trusted_share=0.25"])
     assert recipe.data.probe_path == str(data / "trusted.jsonl") and len(pool) == 1
     for words in ([], ["presets/trusted.yaml", "data.probe_path=mine.jsonl"]):
@@ -320,8 +320,8 @@ def test_the_quickstart_trains_on_a_users_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """An epoch of it, a tenth of its rows held out, and the rows of both copies where they are in the file."""
-    monkeypatch.setattr(session, "DATA", folder / "data")
-    monkeypatch.setattr(session, "REPOSITORY", folder)
+    monkeypatch.setattr(quickstart, "DATA", folder / "data")
+    monkeypatch.setattr(quickstart, "REPOSITORY", folder)
     rows = [json.dumps({"messages": [{"role": "user", "content": str(i)}]}) for i in range(40)]
     mine = folder / "mine.json"
     write(folder / "mine.yaml", {"data": {"train_path": str(mine)}})
@@ -336,7 +336,7 @@ def test_the_quickstart_trains_on_a_users_file(
         path.write_text(text)
         made = load("mine.yaml") if path == mine else load(f"data.train_path={path}")
         assert (made.schedule.num_steps, made.schedule.num_epochs) == (None, 1)
-        assert made.data.cutoff_length == session.OWN_CUTOFF_LENGTH > load_recipe(QUICKSTART).data.cutoff_length
+        assert made.data.cutoff_length == quickstart.OWN_CUTOFF_LENGTH > load_recipe(QUICKSTART).data.cutoff_length
         copies = made.data.train_path, made.data.validation_path
         training, held_out = (Path(copy).read_text().split("\n") for copy in copies)
         lines = rows if path == mine else text.split("\n")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
+from launch_scripts import quickstart_data
 from tests.helpers.conversations import decode_supervised, tokenize
 from tests.helpers.tokenizer import CHATML, make_tokenizer
-from vcore_ds.commands.quickstart import traces as quickstart_data
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.messages import Malformed

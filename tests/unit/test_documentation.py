@@ -11,9 +11,9 @@ import yaml
 from packaging.version import Version
 
 import vcore_ds
+from launch_scripts.quickstart import RECIPE as QUICKSTART
 from tests.unit.test_layers import ARCHITECTURE, LEVELS, PACKAGE
 from vcore_ds.commands.cli import main, parse
-from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import SECTIONS
 from vcore_ds.planning.batch_plan import plan_batch

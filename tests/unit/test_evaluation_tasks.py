@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.benchmark_rows import ROWS, write_rows
 from tests.helpers.late_imports import LateModule
-from vcore_ds.commands.quickstart.traces import HELD_OUT
+from vcore_ds.commands.evaluate.champ import HELD_OUT
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import AnswerChecker, choice_prompt, final_answer, is_right, math_prompt
 

@@ -17,7 +17,6 @@ from datasets import Dataset, DatasetDict, load_dataset
 from tests.helpers.conversations import decode_texts, make_row, prepare_rows, write_lines
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.named_model import find_named_model
-from vcore_ds.commands.quickstart import traces
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
 from vcore_ds.data.messages import Dropped, Malformed
@@ -359,7 +358,10 @@ def test_files_with_different_columns_are_read_each_by_its_own(run, tmp_path: Pa
 INVALID = {  # name: (contents, reason)
     "missing.jsonl": (None, "there is no such file"),
     "./some/where": (None, "there is no such file"),
-    "runs/quickstart_data/train.jsonl": (None, f"; python -m {traces.__name__} runs/quickstart_data makes it"),
+    "runs/quickstart_data/train.jsonl": (
+        None,
+        "; python launch_scripts/quickstart_data.py runs/quickstart_data makes it",
+    ),
     "no*.jsonl": (None, "found no file of this pattern"),
     "empty.jsonl": ("", "the file is empty"),
     "notes.txt": ("x", "found a file ending in '.txt', expected .jsonl, .json, .csv, .parquet, .arrow"),

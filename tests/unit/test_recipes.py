@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch_scripts.quickstart import RECIPE as QUICKSTART
 from tests.helpers import weightings
 from tests.helpers.recipes import find_problem, find_problems, smallest_recipe
 from vcore_ds.commands.plan.prediction import find_model
-from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe

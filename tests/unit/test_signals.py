@@ -181,7 +181,7 @@ def test_every_command_that_starts_ranks_listens():
     starting = {
         names[path.relative_to(commands).parts[0].removesuffix(".py")]
         for path in commands.rglob("*.py")
-        if re.search(r"\bstart_(ranks|process_group)\(", path.read_text()) and path.parent.name != "quickstart"
+        if re.search(r"\bstart_(ranks|process_group)\(", path.read_text())
     }
     assert {"score", "fidelity", "reference"} <= starting
     assert starting | {"train", "preflight"} == cli.START_RANKS

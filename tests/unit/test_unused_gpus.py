@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch_scripts import gpus
 from tests.helpers.commands import REPOSITORY
-from vcore_ds.commands.quickstart import gpus
 from vcore_ds.distributed import device
 
 VERSION = (

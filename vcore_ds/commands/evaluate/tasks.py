@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from inspect_ai.dataset import Sample
 
-from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
+from vcore_ds.commands.evaluate.champ import HELD_OUT, read_champ_problems
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import expand_home
 from vcore_ds.common.text import check_unicode
@@ -247,7 +247,7 @@ def _make_arithmetic() -> list[Sample]:
 
 
 def _make_champ() -> list[Sample]:
-    rows = champ_problems()
+    rows = read_champ_problems()
     prompts = {name: CHAMP.format(statement=rows[name]["_text"].strip()) for name in HELD_OUT}
     return [Sample(id=name, input=prompts[name], target=rows[name]["_answer"]) for name in HELD_OUT]
 

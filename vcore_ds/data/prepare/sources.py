@@ -139,7 +139,7 @@ def find_local_files(source: str, split: str) -> list[RawFile] | None:
     elif can_be_hub_id(name):
         return None
     else:
-        made = "; python -m vcore_ds.commands.quickstart.traces runs/quickstart_data makes it"
+        made = "; python launch_scripts/quickstart_data.py runs/quickstart_data makes it"
         missing = f"there is no such file (looked from {Path.cwd()}), and it is no hub id (owner/name)"
         raise UserError(f"{name}: {missing}{made * name.startswith('runs/quickstart_data/')}")
     _check_suffixes(paths)

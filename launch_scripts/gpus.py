@@ -7,12 +7,13 @@ The launch scripts run this file before a launcher.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed.device import uses_gpu
 
 
 def main() -> int:
+    """Print the accelerator and return the exit code."""
     try:
         print("cuda" if uses_gpu() else "cpu")
     except UserError as error:
