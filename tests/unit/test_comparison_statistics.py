@@ -21,7 +21,6 @@ from vcore_ds.common.statistics import (
     paired,
     rank_correlation,
     sign_flip_p_value,
-    student_t_quantile,
     t_estimate,
     two_way_estimate,
     wilson_interval,
@@ -126,13 +125,6 @@ def test_table_cells_have_the_mean_and_its_interval() -> None:
     assert cell([1.0, 1.1, 0.9], 2, difference=True) == "**+1.00 ± 0.25**"
     assert cell([1.0, -1.1, 0.9], 2, difference=True) == "+0.27 ± 2.94"
     assert paired({1: 5.0, 2: 7.0, 3: 9.0}, {3: 1.0, 1: 2.0}) == [3.0, 8.0]
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31, 200])
-@pytest.mark.parametrize("probability", [0.5, 0.9, 0.975, 0.9995])
-def test_students_quantile_is_scipys(probability: float, degrees: int) -> None:
-    expected = stats.t.ppf(probability, degrees)
-    assert student_t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 # ---- rank correlation ------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from vcore_ds.commands.report.page import (
     Table,
     encode_traces,
     format_number,
-    ranks,
 )
 from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.common.paths import flush, write_json, write_text
@@ -155,6 +154,8 @@ def write_results(
 def _make_columns(store: Store, passes: Sequence[ScoringPass]) -> tuple[dict[str, Any], np.ndarray]:
     """The columns of scores.parquet, and the number of supervised tokens of each sequence, int64 [n]. Losses are those
     of the last checkpoint."""
+    from scipy.stats import rankdata
+
     num_sequences = len(store)
     num_tokens, loss = np.zeros(num_sequences, dtype=np.int64), np.zeros(num_sequences)
     totals = {one.set_name: np.zeros(num_sequences) for one in passes}
@@ -173,7 +174,7 @@ def _make_columns(store: Store, passes: Sequence[ScoringPass]) -> tuple[dict[str
     }
     for name, total in totals.items():
         mean = total / np.maximum(num_tokens, 1)  # 0 where only the first token is a target: nothing predicts it
-        rank = 1 + ranks(mean)
+        rank = rankdata(-mean, "ordinal")
         percentile = 100.0 * (num_sequences - rank) / max(1, num_sequences - 1)
         if num_sequences == 1:
             percentile[:] = 100.0
