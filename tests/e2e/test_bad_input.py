@@ -191,7 +191,7 @@ def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp
 
 def test_a_damaged_store_of_the_right_size_is_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
     store = tmp_path / "store"
-    assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(store)]) == 0
+    assert main(["prepare", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(store)]) == 0
     tokens = store / "tokens.bin"
     tokens.write_bytes(b"\xff\xff\xff\x7f" + tokens.read_bytes()[4:])
     for command in BOTH:

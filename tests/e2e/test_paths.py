@@ -68,7 +68,7 @@ class Commands:
     def line(self, name: str, output: Path) -> list[str]:
         command, key = name.partition(",")[0], KEYS[name]
         recipe = [str(RECIPE), *self.setup.overrides(self.scratch / "output")]
-        conversion = ["chat", str(self.setup.train), "--processes", "1", "--tokenizer", str(self.setup.untied)]
+        conversion = [str(self.setup.train), "--processes", "1", "--tokenizer", str(self.setup.untied)]
         arguments = {
             "prepare": conversion,
             "export": [str(self.run)],

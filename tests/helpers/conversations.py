@@ -41,7 +41,6 @@ def prepare_rows(
     output: Path,
     tokenizer: Path,
     *,
-    kind: Any = "chat",
     split: str = "train",
     processes: int = 1,
     max_malformed: float = 1.0,
@@ -51,7 +50,7 @@ def prepare_rows(
 ) -> PrepareReport | None:
     """Prepare a store, with any number of malformed rows unless said otherwise; `said` receives what is said."""
     sources = [source] if isinstance(source, Path) else source
-    made = PrepareRequest(kind, tuple(map(str, sources)), str(tokenizer), split, **({"answer_seconds": 1} | request))
+    made = PrepareRequest(tuple(map(str, sources)), str(tokenizer), split, **request)
     say = [].append if said is None else said.append
     return prepare(made, output, processes=processes, max_malformed=max_malformed, again=again, say=say)
 

@@ -147,7 +147,7 @@ def test_time_within_a_message_is_ignored(tmp_path: Path, tokenizer: Path) -> No
 @pytest.mark.parametrize("share", ["nan", "-0.1", "1.5", "inf", "x"])
 def test_a_limit_that_is_no_share_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["prepare", "chat", "a.jsonl", "--tokenizer", "t", "--output", "o", f"--max-malformed={share}"])
+        parse(["prepare", "a.jsonl", "--tokenizer", "t", "--output", "o", f"--max-malformed={share}"])
     assert f"--max-malformed: found {share}, expected a number from 0 to 1" in capsys.readouterr().err
 
 

@@ -1,10 +1,10 @@
-"""Raw rows in the schemas of the real data sets to token stores: rules, sampling, restarts."""
+"""Raw rows to token stores: sources, sampling, restarts."""
 
 import bz2
 import gzip
+import itertools
 import json
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from tests.helpers.conversations import decode_texts, make_row, prepare_rows, wr
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
-from vcore_ds.data.messages import Dropped, Malformed
-from vcore_ds.data.prepare import pipeline, rows, sources
+from vcore_ds.data.messages import UNCLOSED_THINKING
+from vcore_ds.data.prepare import pipeline, sources
 from vcore_ds.data.prepare.convert import KEPT, PrepareRequest, Result
 from vcore_ds.data.prepare.pipeline import make_sample_key
 from vcore_ds.data.prepare.report import PrepareReport
@@ -28,36 +27,6 @@ from vcore_ds.data.prepare.sources import BLANK, Broken, find_files
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.description import read_model
-
-TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
-
-
-def make_math_row(n: int = 4, **changes: Any) -> dict[str, Any]:
-    """A row of nvidia/OpenMathReasoning, split cot."""
-    row = {
-        "expected_answer": str(n),
-        "problem_type": "has_answer_extracted",
-        "generation_model": "DeepSeek-R1",
-        "pass_rate_72b_tir": "0.96875",
-        "problem": f"What is ${n} + 0$?",
-        "generated_solution": TRACE.format(n=n),
-    }
-    return row | changes
-
-
-def make_code_row(**changes: Any) -> dict[str, Any]:
-    """A row of nvidia/OpenCodeReasoning-2, split cpp."""
-    row = {
-        "question_id": "q1",
-        "question": "-",
-        "r1_generation": "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```",
-        "judgement": "right",
-        "dataset": "taco",
-        "split": "train",
-        "index": "1",
-    }
-    return row | changes
-
 
 LONG_PROMPT = make_row("q" * 200, "answer")  # more than 100 tokens
 
@@ -73,155 +42,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path, tokenizer: Path) -> Callable[..., PrepareReport | None]:
     """`prepare_rows` into this folder; what was said is `run.said`."""
 
-    def run(kind: str, source: Path | list[Path], output: str = "store", **request: Any) -> PrepareReport | None:
-        request = {"tokenizer": tokenizer, "split": "cot", **request}
+    def run(source: Path | list[Path], output: str = "store", **request: Any) -> PrepareReport | None:
         run.said = []
-        return prepare_rows(source, tmp_path / output, kind=kind, said=run.said, **request)
+        return prepare_rows(source, tmp_path / output, said=run.said, **{"tokenizer": tokenizer, **request})
 
     return run
 
 
 def read_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-# Rules
-
-
-@pytest.fixture(scope="module")
-def checker() -> Iterator[AnswerChecker]:
-    checker = AnswerChecker(1)
-    yield checker
-    checker.close()
-
-
-@pytest.mark.parametrize(
-    ("expected", "answer", "verdict"),
-    [
-        ("\\frac{1}{2}", "0.5", "equivalent"),
-        ("x = 5", "5", "equivalent"),
-        ("\\text{Yes}", "\\text{Yes}", "equivalent"),
-        ("3", "4", "different"),
-        ("3", "\\frac{{", "different"),
-        ("9^{9^{9^{9}}}", "3", "unfinished"),  # hangs in C, where no signal handler of Python's runs
-        ("2", "\\frac{4}{2}", "equivalent"),  # by the next process
-    ],
-)
-def test_answers_are_compared_and_hanging_ones_given_up(
-    checker: AnswerChecker, expected: str, answer: str, verdict: str
-) -> None:
-    def measure_child_cpu_seconds() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    before = measure_child_cpu_seconds()
-    assert checker.check(expected, answer) == verdict
-    if verdict == "unfinished":  # at its limit of one second, beside its imports
-        assert measure_child_cpu_seconds() - before < 20
-
-
-def test_a_good_math_row_becomes_the_papers_prompt_and_the_complete_trace(checker: AnswerChecker) -> None:
-    user, assistant = rows.convert_math_row(make_math_row(expected_answer="\\frac{8}{2}"), checker.check).messages
-    assert user == {"role": "user", "content": math_prompt("What is $4 + 0$?")}
-    assert assistant == {"role": "assistant", "reasoning_content": "Hm, 4.", "content": "The answer is \\boxed{4}."}
-    without_opening = make_math_row(generated_solution=TRACE.format(n=4).removeprefix("<think>"))
-    assert rows.convert_math_row(without_opening, checker.check).messages[1] == assistant
-
-
-def test_the_last_box_behind_the_thinking_counts() -> None:
-    compared = []
-
-    def check(expected: str, answer: str) -> str:
-        compared.append((expected, answer))
-        return "equivalent"
-
-    trace = "<think>\\boxed{1}</think>So \\boxed{2}, or rather \\boxed{\\frac{3}{1}}."
-    rows.convert_math_row(make_math_row(3, generated_solution=trace), check)
-    assert compared == [("3", "\\frac{3}{1}")]
-
-
-NOT_ONE_THINKING = [
-    "The answer is \\boxed{4}.",
-    "<think>never closed \\boxed{4}",
-    "<think>a</think>b<think>c</think>\\boxed{4}",
-    "<think>a<think>b</think>\\boxed{4}",
-    "<think>a</think>b</think>\\boxed{4}",
-    "first \\boxed{4} <think>a</think>\\boxed{4}",
-    "<think> </think>\\boxed{4}",
-    "<think>\\boxed{4}</think>",
-]
-MATH_DROPPED = [
-    (rows.OTHER_PROBLEM_TYPE, make_math_row(problem_type="no_answer_extracted", expected_answer=None)),
-    (rows.OTHER_MODEL, make_math_row(generation_model="QwQ-32B")),
-    (rows.NOT_BOXED, make_math_row(generated_solution="<think>\n\\boxed{4}\n</think>\n\nFour.")),
-    (rows.NOT_EQUIVALENT, make_math_row(expected_answer="5")),
-    (rows.UNFINISHED, make_math_row(expected_answer="9^{9^{9^{9}}}")),
-    *((rows.NOT_ONE_THINKING, make_math_row(generated_solution=trace)) for trace in NOT_ONE_THINKING),
-]
-MATH_MALFORMED = [
-    ([], "found list, expected an object"),
-    ({k: v for k, v in make_math_row().items() if k != "problem_type"}, "no field `problem_type`, found expec"),
-    (make_code_row(), "no field `problem_type`, found question_id"),  # of another data set
-    (make_math_row(expected_answer=None), "`expected_answer` is NoneType"),
-    (make_math_row(problem=3), "`problem` is int (3), expected a string"),
-    (make_math_row(generated_solution=" "), "`generated_solution` is empty"),
-]
-
-
-@pytest.fixture(scope="module")
-def statements(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Local copies of two of the data sets, in the hub's layout and their schemas, loaded by `datasets`."""
-    folder = tmp_path_factory.mktemp("statements")
-    codeforces = {
-        "description": "Add.",
-        "input_format": "Two numbers.",
-        "output_format": None,
-        "examples": [{"input": "1 2", "output": "3"}],
-        "note": "",
-    }
-    tables = {"taco": [{"question": "zero"}, {"question": "one"}], "codeforces": [codeforces, {"description": None}]}
-    for name, table in tables.items():
-        (folder / name / "data").mkdir(parents=True)
-        pq.write_table(pa.Table.from_pylist(table), folder / name / "data" / "train-00000-of-00001.parquet")
-    return str(folder)
-
-
-def test_code_rows_take_their_statement_from_the_data_set_they_refer_to(statements: str) -> None:
-    user, assistant = rows.convert_code_row(make_code_row(), statements).messages
-    assert user["content"] == code_prompt("one")
-    assert (assistant["reasoning_content"], assistant["content"]) == ("Read, add.", "```cpp\nint main() {}\n```")
-    statement = "Add.\n\nInput\n\nTwo numbers.\n\nExamples\n\nInput\n\n1 2\n\nOutput\n\n3"
-    for row, expected in (
-        (make_code_row(question="Mine.", dataset=None), "Mine."),
-        (make_code_row(dataset="open-r1/codeforces", index="0"), statement),
-    ):
-        assert rows.convert_code_row(row, statements).messages[0]["content"] == code_prompt(expected)
-
-
-@pytest.mark.parametrize(
-    ("row", "rule"),
-    [
-        (make_code_row(judgement="wrong"), rows.NOT_RIGHT),
-        (make_code_row(judgement=None), rows.NOT_RIGHT),
-        (make_code_row(r1_generation="```cpp\n```"), rows.NOT_ONE_THINKING),
-        (make_code_row(index="2"), rows.NO_STATEMENT),
-        (make_code_row(dataset="elsewhere"), rows.NO_STATEMENT),
-        (make_code_row(dataset="open-r1/codeforces"), rows.NO_STATEMENT),
-    ],
-)
-def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) -> None:
-    with pytest.raises(Dropped) as dropped:
-        rows.convert_code_row(row, statements)
-    assert dropped.value.args == (rule,)
-
-
-def test_statements_that_cannot_be_loaded_are_an_error(tmp_path: Path) -> None:
-    for index in ("x", "9" * 5000):
-        with pytest.raises(Malformed, match=f"`index` is '{index[0]}") as malformed:
-            rows.convert_code_row(make_code_row(index=index), None)
-        assert len(str(malformed.value)) < 300
-    with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
-        rows.find_statement(str(tmp_path), "apps", "train", 0)
 
 
 # Sources
@@ -351,7 +180,7 @@ def test_a_file_that_is_cut_is_refused(tmp_path: Path, name: str) -> None:
 def test_files_with_different_columns_are_read_each_by_its_own(run, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["q"], "completion": ["a"], "n": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"messages": [make_row("q", "a")["messages"]], "n": ["x"]}), tmp_path / "b.parquet")
-    shapes = run("chat", [tmp_path / "a.parquet", tmp_path / "b.parquet"]).shapes
+    shapes = run([tmp_path / "a.parquet", tmp_path / "b.parquet"]).shapes
     assert dict(shapes) == {"prompt and completion": 1, "messages": 1}
 
 
@@ -398,54 +227,36 @@ def test_invalid_sources_are_refused(tmp_path: Path, monkeypatch, name: str) -> 
 
 def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
     """Each rule, the reason of each malformed row, the kept rows, and the table, which the manifest repeats."""
-    made = [
-        *(make_math_row(n) for n in range(6)),
-        *(row for _, row in MATH_DROPPED),
-        *(row for row, _ in MATH_MALFORMED),
-        make_math_row(9, generated_solution=TRACE.format(n=9).replace("Hm", "Hm " * 400)),
-        "",
-        "{broken",
-        '{"problem_type": "\\ud800"}',  # half of a surrogate pair is another type
-    ]
+    malformed = {
+        "[]": "found list, expected an object",
+        '{"question": "q"}': "found the keys question; expected",
+        '{"messages": 3}': "`messages` is a number (3)",
+        "{broken": "not JSON",
+    }
+    dropped = [make_row("q", "<think>t"), make_row("q", "<think>t"), make_row("q", "a" * 600)]
+    made = [*(make_row(f"q{n}", f"<think>\nHm.\n</think>\n\n{n}") for n in range(6)), *dropped, "", *malformed]
     source = write_lines(tmp_path / "rows.jsonl", made)
-    report = run("math", source, cutoff_length=500)
+    report = run(source, cutoff_length=500)
     assert report.num_rows == len(made) - 1 == report.num_malformed + sum(report.dropped.values()) + report.num_kept
-    assert (report.num_malformed, report.num_kept) == (len(MATH_MALFORMED) + 1, 6)
-    expected = dict.fromkeys((rule for rule, _ in MATH_DROPPED), 1) | {"longer than 500 tokens": 1}
-    expected |= {rows.NOT_ONE_THINKING: len(NOT_ONE_THINKING), rows.OTHER_PROBLEM_TYPE: 2}
-    assert report.dropped == expected
+    assert (report.num_malformed, report.num_kept) == (len(malformed), 6)
+    assert report.dropped == {UNCLOSED_THINKING: 2, "longer than 500 tokens": 1}
     faults = (tmp_path / "store.malformed.txt").read_text().splitlines()
-    first = 6 + len(MATH_DROPPED) + 1
-    reasons = [*(reason for _, reason in MATH_MALFORMED), "not JSON"]
-    for fault, number, reason in zip(faults, [*range(first, first + 6), len(made) - 1], reasons, strict=True):
+    first = 6 + len(dropped) + 2
+    for number, (fault, reason) in enumerate(zip(faults, malformed.values(), strict=True), start=first):
         assert fault.startswith(f"{source}:{number}: ") and reason in fault
     table = run.said[-1]
-    assert "3,155.01" in table and f"{'kept':<10}" in table and "p95" in table
+    assert f"{'kept':<10}" in table and "p95" in table
     assert TokenStore(tmp_path / "store").sequence_ids.tolist() == list(range(6))
     assert decode_texts(tmp_path / "store")[2].count("<think>") == 1
     manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
     assert manifest["counts"]["dropped"] == report.dropped and manifest["longest"] == report.longest > 500
     assert f"The longest has {report.longest:,} tokens; --cutoff-length {report.longest} keeps all whole" in table
-    assert manifest["filters"]["prompt"] == math_prompt("{ORIGINAL QUESTION}")
     assert not (tmp_path / "store.unfinished").exists()
-
-
-def test_code_rows_are_prepared_the_same_way(run, tmp_path: Path, statements: str) -> None:
-    changes = ({}, {"judgement": "wrong"}, {"index": "9"}, {"index": "x"}, {"index": "0"})
-    source = tmp_path / "cpp-00000-of-00001.parquet"
-    pq.write_table(pa.Table.from_pylist([make_code_row(**change) for change in changes]), source)
-    report = run("code", source, statements=statements)
-    assert report.dropped == {rows.NOT_RIGHT: 1, rows.NO_STATEMENT: 1}
-    assert (report.num_malformed, report.num_kept) == (1, 2)
-    assert f"{source}:4: `index` is 'x'" in (tmp_path / "store.malformed.txt").read_text()
-    prompt = f"<|im_start|>user\n{code_prompt('one')}<|im_end|>\n<|im_start|>assistant\n<think>\nRead, add."
-    assert decode_texts(tmp_path / "store")[0].startswith(prompt)
-    assert "2,861.25" in run.said[-1]
 
 
 def test_lengths_are_summarized() -> None:
     for lengths, expected in ((range(1, 101), (50.5, 50, 95, 100)), ([7], (7, 7, 7, 7)), ([1, 2], (1.5, 1, 2, 2))):
-        report = PrepareReport(PrepareRequest("chat", (), "", ""))
+        report = PrepareReport(PrepareRequest((), "", ""))
         for length in lengths:
             report.count(Result(0, KEPT, num_tokens=length), "rows.jsonl")
         assert report.lengths == dict(zip(("mean", "p50", "p95", "max"), expected, strict=True))
@@ -456,32 +267,32 @@ def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Pat
     monkeypatch.setattr(pipeline, "_ROUND_ROWS", 10)
     made = [make_row(f"q{n}", "answer" * (1 if n % 5 else 100)) for n in range(200)]
     source = write_lines(tmp_path / "rows.jsonl", made)
-    report = run("chat", source, sample=30, cutoff_length=200, seed=7)
+    report = run(source, sample=30, cutoff_length=200, seed=7)
     keys = [(make_sample_key(7, 1, line), line) for line in range(200)]
     expected = sorted(key for key in keys if key[1] % 5)[:30]
     assert TokenStore(tmp_path / "store").sequence_ids.tolist() == sorted(line for _, line in expected)
     num_drawn = sum(key <= expected[-1] for key in keys)
     assert report.dropped == {"longer than 200 tokens": num_drawn - 30, "not drawn for the sample": 200 - num_drawn}
     assert report.num_rows == 200 and report.num_kept == 30
-    run("chat", source, "other", sample=30, cutoff_length=200, seed=8)
+    run(source, "other", sample=30, cutoff_length=200, seed=8)
     assert TokenStore(tmp_path / "other").sequence_ids.tolist() != sorted(n for _, n in expected)
-    assert run("chat", source, "all", sample=300).num_kept == 200
+    assert run(source, "all", sample=300).num_kept == 200
     assert "Fewer than the 300 that were asked for" in run.said[-1]
 
 
-def count_rounds(monkeypatch, stop_after: int | None = None) -> list[tuple[str, list[int]]]:
-    """Record file and rows of each round, and raise KeyboardInterrupt after a number of them."""
-    rounds: list[tuple[str, list[int]]] = []
-    convert = pipeline.convert_rows
+def count_rows(monkeypatch, stop_after: int | None = None) -> list[tuple[str, int]]:
+    """Record file and number of each row that is converted, and raise KeyboardInterrupt after a number of pieces."""
+    converted: list[tuple[str, int]] = []
+    num_pieces, convert = itertools.count(), pipeline._convert_piece
 
-    def count(request, file, rows, largest, processes, numbers, results) -> None:
-        if len(rounds) == stop_after:
+    def count(request, file, rows, piece) -> None:
+        if next(num_pieces) == stop_after:
             raise KeyboardInterrupt
-        rounds.append((Path(file.path).name, numbers.tolist()))
-        convert(request, file, rows, largest, processes, numbers, results)
+        converted.extend((Path(file.path).name, number) for number in piece.numbers.tolist())
+        convert(request, file, rows, piece)
 
-    monkeypatch.setattr(pipeline, "convert_rows", count)
-    return rounds
+    monkeypatch.setattr(pipeline, "_convert_piece", count)
+    return converted
 
 
 def test_rows_beyond_a_complete_sample_are_not_converted(run, tmp_path: Path, monkeypatch) -> None:
@@ -490,10 +301,10 @@ def test_rows_beyond_a_complete_sample_are_not_converted(run, tmp_path: Path, mo
     files = [
         write_lines(tmp_path / f"{name}.jsonl", [make_row(f"q{n}", "answer") for n in range(2000)]) for name in "ab"
     ]
-    rounds = count_rounds(monkeypatch)
-    assert run("chat", files, sample=100).num_kept == 100
-    assert sum(len(positions) for name, positions in rounds if name == "a.jsonl") == 108
-    assert sum(len(positions) for name, positions in rounds if name == "b.jsonl") < 150
+    converted = count_rows(monkeypatch)
+    assert run(files, sample=100).num_kept == 100
+    assert sum(name == "a.jsonl" for name, _ in converted) == 108
+    assert sum(name == "b.jsonl" for name, _ in converted) < 150
     keys = sorted((make_sample_key(42, source, n), 2000 * (source - 1) + n) for source in (1, 2) for n in range(2000))
     assert TokenStore(tmp_path / "store").sequence_ids.tolist() == sorted(place for _, place in keys[:100])
 
@@ -501,38 +312,38 @@ def test_rows_beyond_a_complete_sample_are_not_converted(run, tmp_path: Path, mo
 def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, monkeypatch) -> None:
     """What was finished is not done again."""
     monkeypatch.setattr(pipeline, "_ROUND_ROWS", 40)
-    monkeypatch.setattr(pipeline, "_MIN_ROWS", 10)
+    monkeypatch.setattr(pipeline, "_PIECE_ROWS", 10)
     files = [write_lines(tmp_path / f"{k}.jsonl", [make_row(f"q{n}", "answer") for n in range(150)]) for k in range(2)]
-    run("chat", files, "straight", sample=100)
-    run("chat", files, "parallel", sample=100, processes=2)
+    run(files, "straight", sample=100)
+    run(files, "parallel", sample=100, processes=2)
     assert read_contents(tmp_path / "parallel") == read_contents(tmp_path / "straight")
     done: list[tuple[str, int]] = []
     for number in (2, 1, None):
         with monkeypatch.context() as patched:
-            rounds = count_rounds(patched, stop_after=number)
+            converted = count_rows(patched, stop_after=number)
             with pytest.raises(KeyboardInterrupt) if number else nullcontext():
-                run("chat", files, "store", sample=100)
+                run(files, "store", sample=100)
         assert (f"{len(done):,} rows were converted before" in run.said) == bool(done)
-        done += [(name, position) for name, positions in rounds for position in positions]
+        done += converted
     assert len(done) == len(set(done)) and 100 < len(done) < 300
     assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
 
 
 def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_row("q", f"answer {n}") for n in range(5)])
-    assert run("chat", source) is not None
+    assert run(source) is not None
     assert "formats: messages 5" in run.said[-1].splitlines()
     before = read_contents(tmp_path / "store")
-    assert run("chat", source) is None and "is there already" in run.said[-1]
+    assert run(source) is None and "is there already" in run.said[-1]
     with pytest.raises(UserError, match=r"name another --output[\s\S]*filters.cutoff_length: 16384 there, 7 here"):
-        run("chat", source, cutoff_length=7)
+        run(source, cutoff_length=7)
     write_lines(source, [make_row("q", f"answer {n}") for n in range(6)])
     with pytest.raises(UserError, match="source.0.fingerprint: "):
-        run("chat", source)
+        run(source)
     assert read_contents(tmp_path / "store") == before
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="is there already and is no token store"):
-        run("chat", source, "folder")
+        run(source, "folder")
 
 
 def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path) -> None:
@@ -540,7 +351,7 @@ def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path) -> None
     a = write_lines(tmp_path / "a.jsonl", [make_row("q", f"answer {n}") for n in range(3)])
     b = write_lines(tmp_path / "b.jsonl", [make_row("q", "7"), "", "broken", make_row("q", "8")])
     for order in ("abb", "aba", "ab"):
-        run("chat", [{"a": a, "b": b}[name] for name in order], order)
+        run([{"a": a, "b": b}[name] for name in order], order)
         store = TokenStore(tmp_path / order)
         files, numbers = store.origins()
         expected = [(f"{name}.jsonl", row) for name in order for row in {"a": [0, 1, 2], "b": [0, 3]}[name]]
@@ -551,18 +362,18 @@ def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path) -> None
         duplicates = {"abb": "exact duplicates: 2", "aba": "exact duplicates: 3", "ab": ""}[order]
         assert duplicates in run.said[-1] and ("duplicates" in run.said[-1]) == bool(duplicates)
     with pytest.raises(UserError, match="source.2.file: .* there, nothing here"):
-        run("chat", [a, b], "abb")
+        run([a, b], "abb")
 
 
 def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_row("q", "a"), "x"])
     with pytest.raises(UserError):
-        run("chat", source, max_malformed=0.1)
+        run(source, max_malformed=0.1)
     before = {path: path.read_bytes() for path in (tmp_path / "store.unfinished").rglob("*.*")}
     with pytest.raises(UserError, match="found unfinished work of another request:\n  seed: 42 there, 1 here\n"):
-        run("chat", source, seed=1)
+        run(source, seed=1)
     assert {path: path.read_bytes() for path in (tmp_path / "store.unfinished").rglob("*.*")} == before
-    assert run("chat", source, seed=1, again=True).num_kept == 1
+    assert run(source, seed=1, again=True).num_kept == 1
     assert "beginning again" in "".join(run.said) and not (tmp_path / "store.unfinished").exists()
 
 
@@ -572,7 +383,7 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 
     def report_while_another_begins(*arguments):
         with pytest.raises(UserError) as refused:
-            run("chat", source, seed=2, again=True)  # which would delete what is there
+            run(source, seed=2, again=True)  # which would delete what is there
         refusals.append(str(refused.value))
         if len(refusals) == 1:
             raise KeyboardInterrupt
@@ -580,8 +391,8 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 
     monkeypatch.setattr(pipeline.Conversion, "report", report_while_another_begins)
     with pytest.raises(KeyboardInterrupt):
-        run("chat", source)
-    report = run("chat", source, seed=1, again=True)  # begins again, and is alone all the same
+        run(source)
+    report = run(source, seed=1, again=True)  # begins again, and is alone all the same
     assert report is not None and report.num_kept == 5 and not (tmp_path / "store.unfinished").exists()
     assert len(refusals) == 2 and all("store.unfinished: found another process writing" in text for text in refusals)
 
@@ -589,12 +400,12 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [*(make_row("q", str(n)) for n in range(8)), "x", {"a": 1}])
     with pytest.raises(UserError) as error:
-        run("chat", source, max_malformed=0.19)
+        run(source, max_malformed=0.19)
     assert "2 of 10 rows are malformed (20.00%), expected at most 19.00%" in str(error.value)
     assert f"The first: {source}:9: not JSON" in str(error.value)
     listed = (tmp_path / "store.unfinished" / "malformed.txt").read_text()
     assert f"{source}:10: found the keys a; expected" in listed
-    assert run("chat", source, max_malformed=0.2).num_kept == 8
+    assert run(source, max_malformed=0.2).num_kept == 8
     assert "10 rows were converted before" in run.said
     assert (tmp_path / "store.malformed.txt").read_text() == listed
 
@@ -602,13 +413,13 @@ def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp
 def test_overlong_sequences_are_dropped_or_truncated(run, tmp_path: Path) -> None:
     """Of one whose prompt alone is too long, nothing could be learned."""
     source = write_lines(tmp_path / "rows.jsonl", [make_row("q", "a"), make_row("q", "a" * 100), LONG_PROMPT])
-    run("chat", source, "uncut")
-    report = run("chat", source, "dropped", cutoff_length=100, max_malformed=0.0)
+    run(source, "uncut")
+    report = run(source, "dropped", cutoff_length=100, max_malformed=0.0)
     assert report.dropped == {"longer than 100 tokens": 1, "prompt alone longer than the cutoff": 1}
     assert (report.num_malformed, report.num_kept) == (0, 1)
     with pytest.raises(UserError, match=f"{source}:3: the prompt alone has 219 tokens, .*than the cutoff, 100"):
-        run("chat", source, cutoff_length=100, overlong="truncate", max_malformed=0.1)
-    report = run("chat", source, cutoff_length=100, overlong="truncate")
+        run(source, cutoff_length=100, overlong="truncate", max_malformed=0.1)
+    report = run(source, cutoff_length=100, overlong="truncate")
     assert (report.num_malformed, report.num_kept, report.dropped) == (1, 2, {})
     uncut, cut = TokenStore(tmp_path / "uncut"), TokenStore(tmp_path / "store")
     assert cut.lengths.tolist() == [uncut.lengths[0], 100] and report.lengths["max"] == 100
@@ -620,16 +431,12 @@ def test_overlong_sequences_are_dropped_or_truncated(run, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "rule"),
-    [
-        ("math", make_math_row(generation_model="QwQ-32B"), rows.OTHER_MODEL),
-        ("chat", make_row("q", "answer"), "longer than 25 tokens"),
-        ("chat", LONG_PROMPT, "prompt alone longer than the cutoff"),
-    ],
+    ("row", "rule"),
+    [(make_row("q", "answer"), "longer than 25 tokens"), (LONG_PROMPT, "prompt alone longer than the cutoff")],
 )
-def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path, kind: str, row: dict, rule: str) -> None:
+def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path, row: dict, rule: str) -> None:
     with pytest.raises(UserError) as error:
-        run(kind, write_lines(tmp_path / "rows.jsonl", [row]), cutoff_length=25)
+        run(write_lines(tmp_path / "rows.jsonl", [row]), cutoff_length=25)
     assert "no row is left" in str(error.value) and rule in str(error.value)
     assert not (tmp_path / "store").exists()
 
@@ -645,7 +452,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path) -> None:
         "weights": "found no tokenizer.json in this folder; copy tokenizer.json",
     }.items():
         with pytest.raises(UserError, match=reason):
-            run("chat", source, tokenizer=tmp_path / name)
+            run(source, tokenizer=tmp_path / name)
 
 
 def test_a_mistyped_folder_is_named_at_once_without_a_connection(tmp_path: Path, monkeypatch) -> None:

@@ -394,7 +394,7 @@ def test_rows_that_changed_since_they_were_scored_are_refused(
 
 def write_scored(folder: Path, setup: Path, sources: list[Path]) -> Path:
     """Scores of a store of these sources, as often as they are named, whose utilities are 0, 1, 2 ..."""
-    request = PrepareRequest("chat", tuple(map(str, sources)), str(setup / "model"), "train", cutoff_length=200)
+    request = PrepareRequest(tuple(map(str, sources)), str(setup / "model"), "train", cutoff_length=200)
     prepare(request, folder / "store", say=lambda _: None)
     store = TokenStore(folder / "store")
     sources_read, rows = store.origins()

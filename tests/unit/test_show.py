@@ -28,7 +28,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_rows_are_shown_as_they_are_learned(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "qwen3")]
+    command = ["prepare", str(rows), "--tokenizer", str(rows.parent / "qwen3")]
     assert main([*command, "--show", "1"]) == 0
     shown = capsys.readouterr().out
     assert f"{rows}:1: left out: unclosed thinking" in shown and f"{rows}:3" not in shown
@@ -41,7 +41,7 @@ def test_rows_are_shown_as_they_are_learned(rows: Path, capsys: pytest.CaptureFi
     assert main([*command, "--output", str(store), "--max-malformed", "0.5", "--processes", "1"]) == 0
     table = capsys.readouterr().out
     assert "exact duplicates: 1" in table and "2 have an answer without thinking" in table
-    command[2] = str(store)
+    command[1] = str(store)
     assert main([*command, "--show", "1"]) == 0
     assert capsys.readouterr().out.rstrip().endswith(text)
 
@@ -57,7 +57,7 @@ def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: py
     ]
     assert all(text in lines for text in expected)
     assert "ignored: `chat_template_kwargs.custom_instructions` 3, `id` 3" in lines
-    command = ["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "qwen3"), "--max-malformed", "0.5"]
+    command = ["prepare", str(rows), "--tokenizer", str(rows.parent / "qwen3"), "--max-malformed", "0.5"]
     assert main([*command, "--output", str(rows.parent / "store"), "--processes", "1"]) == 0
     lines = "\n".join(describe_reading(str(rows.parent / "store")))
     assert all(text in lines for text in expected)
@@ -69,5 +69,5 @@ def test_a_turn_without_an_end_is_said(rows: Path, capsys: pytest.CaptureFixture
     tokenizer.save_pretrained(rows.parent / "base")
     lines = "\n".join(describe_reading(str(rows), None, tokenizer))
     assert "3 turns are learned without an end" in lines
-    assert main(["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "base"), "--show", "1"]) == 0
+    assert main(["prepare", str(rows), "--tokenizer", str(rows.parent / "base"), "--show", "1"]) == 0
     assert "up to no special token" in capsys.readouterr().out

@@ -11,20 +11,15 @@ from vcore_ds.config.data_section import COLUMNS
 
 HELP = "filter, sample and tokenize raw data into a token store"
 DESCRIPTION = (
-    "Filter, sample and tokenize raw data into a token store, the folder of tokenized sequences that recipes train "
-    "on. math: OpenMathReasoning, answers checked by math-verify. code: OpenCodeReasoning-2. chat: rows of messages, "
-    "prompt and completion, ShareGPT or Alpaca. After an interruption, the same command resumes. Example: vcore-ds "
-    "prepare chat data.jsonl --tokenizer Qwen/Qwen3-0.6B --output data/chat"
+    "Filter, sample and tokenize raw data into a token store, the folder of tokenized sequences that recipes train on: "
+    "rows of messages, prompt and completion, ShareGPT or Alpaca. After an interruption, the same command resumes. "
+    "Example: vcore-ds prepare data.jsonl --tokenizer Qwen/Qwen3-0.6B --output data/chat"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("kind", choices=["math", "code", "chat"], help="format of the raw data: sets filters, prompt and columns")
-    sources = (
-        "files (.jsonl, .json, .csv, .parquet, .arrow), folders, glob patterns or hub ids, also NAME::CONFIGURATION "
-        "(default for math nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)"
-    )
+    sources = "files (.jsonl, .json, .csv, .parquet, .arrow), folders, patterns or hub ids, also NAME::CONFIGURATION"
     add("sources", nargs="*", metavar="SOURCE", help=sources)
     add("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
     add("--output", type=Path, metavar="DIR", help="folder of the new token store (required without --show)")
@@ -34,15 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=42, metavar="N", help="random seed of --sample (default 42)")
     add("--cutoff-length", type=positive, default=16384, metavar="N", help="most tokens of a sequence (default 16384)")
     add("--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)")
-    supervise = "chat: learn all turns of the assistant, or the last one alone (default all)"
+    supervise = "learn all turns of the assistant, or the last one alone (default all)"
     add("--supervise", choices=["all", "last"], default="all", help=supervise)
-    columns = "chat: names of the rows' columns, such as prompt=question thinking=trajectory completion=attempt"
+    columns = "names of the rows' columns, such as prompt=question thinking=trajectory completion=attempt"
     add("--columns", nargs="+", type=parse_column, default=[], metavar="OURS=THEIRS", help=columns)
-    add("--split", metavar="NAME", help="split of hub data (default: math cot, code cpp, chat train)")
+    add("--split", default="train", metavar="NAME", help="split of hub data (default train)")
     add("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
-    add("--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)")
-    statements = "code: folder with copies of taco, apps, code_contests and codeforces (default: download them)"
-    add("--statements", metavar="DIR", help=statements)
     malformed = "fail if a larger share of the rows is malformed (default 0.01)"
     add("--max-malformed", type=fraction, default=0.01, metavar="SHARE", help=malformed)
     add_again(parser)
@@ -59,17 +51,15 @@ def parse_column(text: str) -> tuple[str, str]:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    kind, sources = arguments.kind, arguments.sources + arguments.overrides  # overrides: sources after an option
-    if not sources and kind == "chat":
-        raise UserError("prepare chat: found no SOURCE; expected files, folders or hub ids with conversations")
-    from vcore_ds.data.prepare.convert import HUB_IDS, SPLITS, PrepareRequest
+    sources = arguments.sources + arguments.overrides  # overrides: sources after an option
+    if not sources:
+        raise UserError("prepare: found no SOURCE; expected files, folders or hub ids with conversations")
+    from vcore_ds.data.prepare.convert import PrepareRequest
     from vcore_ds.data.prepare.pipeline import prepare
 
-    names = "tokenizer sample seed cutoff_length overlong supervise answer_seconds statements".split()
+    names = "tokenizer split sample seed cutoff_length overlong supervise".split()
     request = PrepareRequest(
-        kind=kind,
-        sources=tuple(sources or [HUB_IDS[kind]]),
-        split=arguments.split or SPLITS[kind],
+        sources=tuple(sources),
         columns=dict(arguments.columns),
         **{name: getattr(arguments, name) for name in names},
     )

@@ -149,10 +149,6 @@ _LETTER = re.compile(
 _FURTHER_LETTER = re.compile(r"\s*(?:[,;/&+]|and\b|or\b)\W*[A-Z](?:\W|$)")
 
 
-ANSWER_RULES = 1
-"""Version of `clean_answer`, on which the rows that `vcore-ds prepare math` keeps depend."""
-
-
 def clean_answer(text: str) -> str:
     r"""Write an answer in one notation: LaTeX for the symbols, fractions, roots and powers of Unicode; numbers without
     thousands separators, `1e5` as a power of ten, `3 1/2` as a mixed number; without currency, dollar signs around a

@@ -56,7 +56,7 @@ def find_or_make_store(
     note: Callable[[str], None] | None = None,
 ) -> Path:
     """Return the token store of `path`: `path` itself, or one in the cache, which is made if it does not exist. Raw
-    data may be anything that `vcore-ds prepare chat` takes. `settings`: how they are read; its own paths are not.
+    data may be anything that `vcore-ds prepare` takes. `settings`: how they are read; its own paths are not.
     `say` is called with progress and problems, `note` (None for `say`) with the formats and counts of the data. Raises
     UserError if the data do not exist, have too many malformed rows, or have nothing to learn from, if a store was made
     with another value of data.supervise, or if the cache cannot be written."""
@@ -65,7 +65,7 @@ def find_or_make_store(
         return Path(path)
     check_tokenizer(tokenizer)
     shared = settings.model_dump(include={"cutoff_length", "overlong", "supervise", "columns", "split"})
-    request = PrepareRequest("chat", (path,), str(tokenizer.name_or_path), **shared)
+    request = PrepareRequest((path,), str(tokenizer.name_or_path), **shared)
     raw_files = find_files(request.sources, request.split)
     # The digest of a large file is of samples; changes in between show in its mtime.
     files = sorted({Path(file.path) for file in raw_files if not file.hub})

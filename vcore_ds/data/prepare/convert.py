@@ -2,20 +2,17 @@
 
 import hashlib
 import json
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vcore_ds.data.answers import ANSWER_RULES, AnswerChecker, code_prompt, math_prompt
 from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, Supervise, render_conversation
 from vcore_ds.data.messages import Dropped, Malformed
-from vcore_ds.data.prepare.rows import convert_code_row, convert_math_row, read_chat_row
+from vcore_ds.data.prepare.rows import read_chat_row
 from vcore_ds.data.prepare.sources import Broken, RawFile, describe_source
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED, describe_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -24,11 +21,6 @@ if TYPE_CHECKING:
     from datasets import Features
     from pyarrow import Table
     from transformers import PreTrainedTokenizerBase
-
-Kind = Literal["math", "code", "chat"]
-
-SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
-HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
 
 _ROWS_VERSION = 4
 """How rows are read. 1 dropped `tools`, calls, and the weights of messages; 2 left thinking in the text, dropped
@@ -57,7 +49,6 @@ _NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.uint8)
 class PrepareRequest:
     """Everything that determines the bytes of the store."""
 
-    kind: Kind
     sources: tuple[str, ...]  # files, folders, patterns, or ids on the hub
     tokenizer: str  # folder or hub id of the model to train
     split: str  # split of data sets on the hub
@@ -65,24 +56,15 @@ class PrepareRequest:
     seed: int = 42
     cutoff_length: int = 16384  # tokens; longer sequences are dropped or truncated
     overlong: Literal["drop", "truncate"] = "drop"
-    supervise: Supervise = "all"  # turns of the assistant that are learned, of chat data
-    columns: Mapping[str, str] = field(default_factory=dict)  # of chat data: our name of a column -> the rows' name
-    answer_seconds: int = 5  # CPU seconds for comparing one answer
-    statements: str | None = None
-    """folder with the problem statements that OpenCodeReasoning-2 refers to; None for the hub"""
+    supervise: Supervise = "all"  # turns of the assistant that are learned
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a column -> the rows' name
 
     def describe_origin(self, files: Sequence[RawFile], tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
         """Make the manifest's entries on a store's origin; equal origins give equal contents."""
-        apart = ("kind", "sources", "tokenizer", "seed")
+        apart = ("sources", "tokenizer", "seed")
         filters = {key: value for key, value in asdict(self).items() if key not in apart}
         filters["rows_version"] = _ROWS_VERSION
-        if self.kind == "math":
-            filters |= {"prompt": math_prompt("{ORIGINAL QUESTION}"), "math_verify": version("math-verify")}
-            filters["answer_rules"] = ANSWER_RULES
-        if self.kind == "code":
-            filters["prompt"] = code_prompt("{ORIGINAL QUESTION}")
         return {
-            "kind": self.kind,
             "source": describe_source(files),
             "tokenizer": describe_tokenizer(tokenizer),
             "filters": filters,
@@ -140,11 +122,13 @@ def convert_batch(
 def examine_row(
     result: Result, row: Any, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> RenderedConversation | None:
-    """Read a row by the rules of its kind, render it, and record in `result` what is found. Returns None for a row that
+    """Read a row, render it, and record in `result` what is found. Returns None for a row that
     is malformed or left out, and without a tokenizer."""
     item = None
     try:
-        conversation = _read_row(row, request, file)
+        if isinstance(row, Broken):
+            raise Malformed(row.reason)
+        conversation = read_chat_row(row, from_table=file.is_table, columns=request.columns)
         result.shape = conversation.shape
         if tokenizer is not None:
             _check_size(conversation, request)
@@ -163,16 +147,6 @@ def examine_row(
     result.context_turns = len(conversation.context_turns)
     result.noticed = {**(item.notices if item else {}), "null_arguments": int(conversation.has_null_arguments)}
     return item
-
-
-def _read_row(row: Any, request: PrepareRequest, file: RawFile) -> Conversation:
-    if isinstance(row, Broken):
-        raise Malformed(row.reason)
-    if request.kind == "math":
-        return convert_math_row(row, open_checker(request.answer_seconds, os.getpid()).check)
-    if request.kind == "code":
-        return convert_code_row(row, request.statements)
-    return read_chat_row(row, from_table=file.is_table, columns=request.columns)
 
 
 def _check_size(conversation: Conversation, request: PrepareRequest) -> None:
@@ -204,9 +178,3 @@ def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest)
 
 
 open_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
-
-
-@lru_cache(maxsize=1)
-def open_checker(limit_seconds: int, process: int) -> AnswerChecker:
-    """Return the checker of a process, which no forked process may share."""
-    return AnswerChecker(limit_seconds)

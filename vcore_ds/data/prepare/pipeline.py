@@ -1,8 +1,8 @@
-"""`vcore-ds prepare`: raw rows to a token store, file by file and in rounds, by `map` of `datasets`.
+"""`vcore-ds prepare`: raw rows to a token store, file by file, by `map` of `datasets` on pieces of their rows.
 
     OUTPUT.unfinished/request.json        the request; another one is refused
     OUTPUT.unfinished/rows.arrow          the rows of the file that is being converted
-    OUTPUT.unfinished/results/*.arrow     results of rows, by file, round and process; no row is converted twice
+    OUTPUT.unfinished/results/*.arrow     results of a piece, the cache of `map`: no finished piece is converted again
     OUTPUT.unfinished/files.json          of each finished file the number of rows, and of rows and blank lines
 
 The store does not depend on the number of processes or on interruptions: a sample consists of the rows with the
@@ -11,7 +11,6 @@ smallest keys that pass all rules, and a key is a hash of the seed and the row's
 
 import ctypes
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -46,55 +45,63 @@ from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 if TYPE_CHECKING:
     from pyarrow import Table
 
-_ROUND_ROWS = 8192  # of each process in a round; then progress is said
+_ROUND_ROWS, _PIECE_ROWS = 2**15, 256  # between two messages on progress, and of a piece, for any number of processes
 _BATCH_ROWS, _BATCH_BYTES = 64, 16 * 2**20  # rows that are tokenized together; one of more bytes is alone
 _WRITTEN_ROWS = 1024  # to rows.arrow at once
-_MIN_ROWS = 128  # of a process, which takes as long to start
 
 
-def convert_rows(
-    request: PrepareRequest, file: RawFile, rows: Path, largest: int, processes: int, numbers: np.ndarray, results: Path
-) -> None:
-    """Convert the rows `numbers` of a file. `rows`: Arrow file with all its rows; `largest`: bytes of the largest row.
-    Each of several processes writes a separate file, with a suffix after the stem of `results`."""
+class Piece(NamedTuple):
+    """Rows of a file that are converted together."""
+
+    numbers: np.ndarray
+    largest: int  # bytes of the largest row
+    results: Path
+
+
+def convert_pieces(request: PrepareRequest, file: RawFile, rows: Path, processes: int, pieces: Sequence[Piece]) -> None:
+    """Convert rows of a file; `rows`: Arrow file with all its rows."""
+    convert.open_tokenizer(request.tokenizer)  # once, before the processes are forked
+    convert_piece, used = partial(_convert_piece, request, file, rows), min(processes, len(pieces))
+    if used == 1:
+        list(map(convert_piece, pieces))
+        return
+    with _open_pool(used, "fork") as pool:  # `num_proc` of `map` can wait forever for a lock of a killed process
+        list(pool.map(convert_piece, pieces))
+
+
+def _convert_piece(request: PrepareRequest, file: RawFile, rows: Path, piece: Piece) -> None:
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    convert.open_tokenizer(request.tokenizer)  # once, before the processes are forked
-    if processes > 1:  # `map` with `num_proc` can wait forever for a lock that a killed process holds
-        parts = [results.with_stem(f"{results.stem}-{i}") for i in range(processes)]
-        with _open_pool(processes, "fork") as pool:
-            convert_part = partial(convert_rows, request, file, rows, largest, 1)
-            list(pool.map(convert_part, np.array_split(numbers, processes), parts))
-        return
     try:
-        Dataset.from_file(str(rows)).with_format("arrow").select(numbers).map(
+        Dataset.from_file(str(rows)).with_format("arrow").select(piece.numbers).map(
             convert.convert_batch,
             with_indices=True,
-            fn_kwargs={"request": request, "file": file, "numbers": numbers},
+            fn_kwargs={"request": request, "file": file, "numbers": piece.numbers},
             batched=True,
-            batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // largest)),
+            batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // piece.largest)),
             remove_columns=["row"],
             features=convert.make_features(),
-            cache_file_name=str(results),
-            new_fingerprint=results.stem,
+            cache_file_name=str(piece.results),
+            new_fingerprint=piece.results.stem,
         )
     except ValueError as error:  # `map` closes a file again that a full disk has closed
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
+    flush(piece.results)
 
 
 @contextmanager
 def open_process(processes: int) -> Iterator[Callable[..., None]]:
-    """A context that yields `convert_rows` in this process, or for several in a new one, because it forks, and a run
+    """A context that yields `convert_pieces` in this process, or for several in a new one, because it forks, and a run
     that prepares data has the threads of its process group. Raises UserError if a process is killed."""
     if processes == 1:
-        yield convert_rows
+        yield convert_pieces
         return
     try:
         with _open_pool(1, "spawn") as executor:
-            yield lambda *arguments: executor.submit(convert_rows, *arguments).result()
+            yield lambda *arguments: executor.submit(convert_pieces, *arguments).result()
     except BrokenProcessPool:
         raise UserError(
             "prepare: a worker process was killed, perhaps by Linux for lack of memory. The same command goes on where "
@@ -160,49 +167,51 @@ class Conversion:
         finished, rows = self.folder / "files.json", self.folder / "rows.arrow"
         if finished.exists():
             self.counts = [tuple(counts) for counts in json.loads(finished.read_text(encoding="utf-8"))]
-        for i in range(len(self.files)):
-            self._learn(i, self._map_results(f"{i:05d}-"))
-        if self._num_examined:
-            say(f"{self._num_examined:,} rows were converted before")
+        if num_rows := len(self._read_results("")):
+            say(f"{num_rows:,} rows were converted before")
+        for i in range(len(self.counts)):
+            self._count_results(i, self._read_results(f"{i:05d}-"))
         try:
             with (
                 Progress("Preparing", len(self.files), done=len(self.counts), say=say) as progress,
                 open_process(processes) as convert_here,
             ):
                 for i in range(len(self.counts), len(self.files)):
-                    left = 1.0
-                    for share in self._convert_file(i, rows, processes, convert_here):
+                    sizes = write_rows(rows, self.files[i].encoded_rows())
+                    num_rows, left = int((sizes > 0).sum()), 1.0
+                    for pieces in self._choose_pieces(i, sizes):
+                        if missing := [piece for piece in pieces if not piece.results.exists()]:
+                            convert_here(self.request, self.files[i], rows, processes, missing)
+                        share = sum(len(piece.numbers) for piece in pieces) / num_rows
                         progress.advance(share)
                         left -= share
                     progress.advance(left)
+                    self.counts.append((num_rows, len(sizes)))
                     write_json(finished, self.counts)
         finally:
             rows.unlink(missing_ok=True)  # on a full disk it takes the room that is missing
 
-    def _convert_file(self, i: int, rows: Path, processes: int, convert_here: Callable[..., None]) -> Iterator[float]:
-        """Convert a file in rounds, and yield the share of its rows in each."""
-        sizes = write_rows(rows, self.files[i].encoded_rows())
-        num_rows = int((sizes > 0).sum())
-        prefix = f"{i:05d}-"
-        sizes[self._map_results(prefix)["number"].to_numpy()] = 0  # they have results
-        left = np.flatnonzero(sizes)
-        keys = self._make_keys(i, left)
+    def _choose_pieces(self, i: int, sizes: np.ndarray) -> Iterator[list[Piece]]:
+        """Choose rows of a file, of these bytes each, and yield them in pieces. Those are to be converted before the
+        next ones are chosen, and are the same after an interruption."""
+        numbers, num_pieces = np.flatnonzero(sizes), 0
+        keys = self._make_keys(i, numbers)
         order = np.argsort(keys, stable=True)
-        left, keys = left[order], keys[order]
-        while len(left := left[: np.searchsorted(keys, self.largest_key, side="right")]):
-            size = processes * _ROUND_ROWS
+        numbers, keys = numbers[order], keys[order]
+        while len(numbers := numbers[: np.searchsorted(keys, self.largest_key, side="right")]):
+            size = _ROUND_ROWS
             if missing := max(0, (self.request.sample or 0) - len(self._best_keys)):
                 # As many as the sample lacks, by the share of rows that have passed.
                 size = min(size, missing * (self._num_examined + 1) // (self._num_kept + 1) + _BATCH_ROWS)
-            numbers, left, keys = np.sort(left[:size]), left[size:], keys[size:]
-            name = f"{prefix}{len(self._find_results(prefix)):07d}"
-            results, used = self.folder / "results" / f"{name}.arrow", min(processes, 1 + len(numbers) // _MIN_ROWS)
-            convert_here(self.request, self.files[i], rows, int(sizes[numbers].max()), used, numbers, results)
-            for path in self._find_results(name):
-                flush(path)
-            self._learn(i, self._map_results(name))
-            yield len(numbers) / num_rows
-        self.counts.append((num_rows, len(sizes)))
+            chosen, numbers, keys = np.sort(numbers[:size]), numbers[size:], keys[size:]
+            pieces = []
+            for start in range(0, len(chosen), _PIECE_ROWS):
+                part = chosen[start : start + _PIECE_ROWS]
+                results = self.folder / "results" / f"{i:05d}-{num_pieces + len(pieces):07d}.arrow"
+                pieces.append(Piece(part, int(sizes[part].max()), results))
+            yield pieces
+            num_pieces += len(pieces)
+            self._count_results(i, _read_tables(piece.results for piece in pieces))
 
     def _make_keys(self, i: int, numbers: np.ndarray) -> np.ndarray:
         """Make the keys of rows of a file, uint64 [n]: a sample is the rows with the smallest keys."""
@@ -210,18 +219,11 @@ class Conversion:
             return np.zeros(len(numbers), np.uint64)
         return np.array([make_sample_key(self.request.seed, i + 1, n) for n in numbers.tolist()], np.uint64)
 
-    def _find_results(self, beginning: str) -> list[Path]:
-        return sorted((self.folder / "results").glob(f"{beginning}*.arrow"))
+    def _read_results(self, beginning: str) -> "Table":
+        return _read_tables(sorted((self.folder / "results").glob(f"{beginning}*.arrow")))
 
-    def _map_results(self, beginning: str) -> "Table":
-        import pyarrow as pa
-
-        maps = [pa.memory_map(str(path)) for path in self._find_results(beginning)]
-        nothing = convert.make_features().arrow_schema.empty_table()
-        return pa.concat_tables([nothing, *(pa.ipc.open_stream(opened).read_all() for opened in maps)])
-
-    def _learn(self, i: int, results: "Table") -> None:
-        """Update the sample's keys and the counts of rows from new results of a file."""
+    def _count_results(self, i: int, results: "Table") -> None:
+        """Update the sample's keys and the counts of rows from results of a file."""
         import pyarrow.compute as pc
 
         kept = results["number"].to_numpy()[pc.list_value_length(results["input_ids"]).to_numpy() > 0]
@@ -233,7 +235,7 @@ class Conversion:
     def _results(self) -> Iterator[tuple[int, "Table", int]]:
         """Yield file, results and place there, of each row that the sample is drawn from, in the order of the rows."""
         for i in range(len(self.files)):
-            results = self._map_results(f"{i:05d}-")
+            results = self._read_results(f"{i:05d}-")
             numbers = results["number"].to_numpy()
             order = np.argsort(numbers)
             for place in order[self._make_keys(i, numbers[order]) <= self.largest_key].tolist():
@@ -254,6 +256,14 @@ class Conversion:
             if len(ids):
                 number = first_rows[i][1] + results["number"][place].as_py()
                 yield TokenizedSequence(number, ids, (marks & SUPERVISED) > 0, (marks & IN_ANSWER) > 0)
+
+
+def _read_tables(paths: Iterable[Path]) -> "Table":
+    import pyarrow as pa
+
+    maps = [pa.memory_map(str(path)) for path in paths]
+    nothing = convert.make_features().arrow_schema.empty_table()
+    return pa.concat_tables([nothing, *(pa.ipc.open_stream(opened).read_all() for opened in maps)])
 
 
 def make_sample_key(seed: int, file_number: int, number: int) -> int:
@@ -279,8 +289,6 @@ def prepare(
     succeed."""
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
-    if request.kind == "math" and importlib.util.find_spec("math_verify") is None:
-        raise UserError("prepare math: found no math-verify; expected the extra `math`: pip install 'vcore_ds[math]'")
     files = find_files(request.sources, request.split)
     origin = request.describe_origin(files, tokenizer)
     if output.exists():
@@ -292,10 +300,7 @@ def prepare(
         refuse_existing(output, "a new folder")  # another process may have made it since
         resume_or_begin(folder, {"version": __version__, **origin}, say, again=again)
         conversion = Conversion(request, files, folder)
-        try:
-            conversion.run(processes, say)
-        finally:
-            convert.open_checker(request.answer_seconds, os.getpid()).close()
+        conversion.run(processes, say)
         report = conversion.report()
         listed = folder / "malformed.txt"
         if report.faults:

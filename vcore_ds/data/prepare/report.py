@@ -26,9 +26,6 @@ _BEGIN, _END = "⟦", "⟧"  # around learned text
 _MAX_CHARACTERS = 2_000  # of a passage that is shown; of longer ones beginning and end
 _MAX_REASONS = 20  # rows that `--show` reads beside those that it shows
 
-PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
-"""Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""
-
 
 @dataclass
 class PrepareReport:
@@ -142,8 +139,6 @@ class PrepareReport:
             lines += ["", f"{'tokens per sequence':<{width}}  {'mean':>12}{'p50':>8}{'p95':>8}{'max':>8}"]
             percentiles = "".join(f"{values[name]:>8,}" for name in ("p50", "p95", "max"))
             lines.append(f"{'  this store':<{width}}  {values['mean']:>12,.2f}{percentiles}")
-            if (paper := PAPER_MEAN_LENGTHS.get(self.request.kind)) is not None:
-                lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {paper:>12,.2f}")
             if self.noticed:
                 lines += ["", *(f"{number:,} {text}" for text, number in self.noticed.items())]
             if self.num_kept < (self.request.sample or 0):
@@ -163,7 +158,7 @@ def describe_reading(
     if (Path(path) / MANIFEST).is_file():
         counts, lines = read_manifest(Path(path)).get("counts", {}), []
     else:
-        request = PrepareRequest("chat", (path,), "", split, columns=columns or {})
+        request = PrepareRequest((path,), "", split, columns=columns or {})
         report = PrepareReport(request)
         for file, number, row in islice(number_rows(find_files([path], split)), _NUM_ROWS):
             result = Result(number)

@@ -1,14 +1,9 @@
-"""Reading of conversations from rows in the shapes of fine-tuning data sets, and of those of the paper by its rules
-(appendix "Dataset Curation for supervised tasks")."""
+"""Conversations from rows in the shapes of fine-tuning data sets."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.data.answers import code_prompt, final_answer, math_prompt
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.messages import (
     MASKS,
@@ -22,7 +17,6 @@ from vcore_ds.data.messages import (
     check_template_variables,
     check_tools,
     list_part_keys,
-    split_thinking,
 )
 from vcore_ds.data.prepare.sources import RawFile
 
@@ -38,7 +32,8 @@ def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, s
     `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too. `from_table`:
     nested objects have the keys of all rows' objects, with null where a row has none. `columns`: our name of a column
     -> the row's. Raises Malformed, and Dropped for a row without an answer or with thinking that does not end."""
-    _check_object(row)
+    if not isinstance(row, dict):
+        raise Malformed(f"found {type(row).__name__}, expected an object")
     if columns:
         row = _rename_columns(row, columns)
     has_null_arguments = from_table and _has_null_arguments(row)
@@ -177,11 +172,6 @@ def _has_null_arguments(value: Any) -> bool:
     return isinstance(value, list) and any(map(_has_null_arguments, value))
 
 
-def _check_object(row: Any) -> None:
-    if not isinstance(row, dict):
-        raise Malformed(f"found {type(row).__name__}, expected an object")
-
-
 def _find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
     """Return row fields that must be strings; empty only if listed in `empty`."""
     for name in names:
@@ -197,119 +187,3 @@ def _find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str,
 def _list_names(row: dict[str, Any]) -> str:
     """List the row's keys for a message, shortened."""
     return f"{', '.join(row):.300}" or "none"
-
-
-OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'
-OTHER_MODEL = 'generation_model is not "DeepSeek-R1"'
-NOT_RIGHT = 'judgement is not "right"'
-NOT_ONE_THINKING = "not exactly one <think> pair with an answer"
-NOT_BOXED = "no \\boxed{} in the answer"
-NOT_EQUIVALENT = "math-verify: not the expected answer"
-UNFINISHED = "math-verify: past the time limit"
-NO_STATEMENT = "the problem's statement cannot be found"
-
-_MAX_INDEX_DIGITS = 12  # digits of a problem's number; int() raises for thousands of them
-
-
-def convert_math_row(row: Any, check_answer: Callable[[str, str], str]) -> Conversation:
-    """Convert a row of OpenMathReasoning to a conversation. `check_answer`: maps (expected, answer) to a verdict of
-    `AnswerChecker.check`."""
-    _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
-    _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
-    fields = _find_texts(row, "problem", "generated_solution", "expected_answer")
-    thinking, answer = _split_trace(fields["generated_solution"])
-    if (final := final_answer(answer, "math")) is None:
-        raise Dropped(NOT_BOXED)
-    verdict = check_answer(fields["expected_answer"], final)
-    if verdict != "equivalent":
-        raise Dropped(UNFINISHED if verdict == "unfinished" else NOT_EQUIVALENT)
-    question, turn = _make_turns(math_prompt(fields["problem"].strip()), answer)
-    return Conversation([question, turn | {"reasoning_content": thinking}])
-
-
-def convert_code_row(row: Any, statements: str | None) -> Conversation:
-    """Convert a row of OpenCodeReasoning-2 to a conversation; `statements`: the folder of `find_statement`."""
-    _keep_only(row, "judgement", "right", NOT_RIGHT)
-    fields = _find_texts(row, "question", "r1_generation")
-    thinking, answer = _split_trace(fields["r1_generation"])
-    statement: str | None = fields["question"].strip()
-    if statement == "-":
-        where = _find_texts(row, "dataset", "split", "index")
-        if not where["index"].isdecimal() or len(where["index"]) > _MAX_INDEX_DIGITS:
-            raise Malformed(f"`index` is {where['index']!r:.60}, expected the number of the problem")
-        statement = find_statement(statements, where["dataset"], where["split"], int(where["index"]))
-    if not statement:
-        raise Dropped(NO_STATEMENT)
-    question, turn = _make_turns(code_prompt(statement), answer)
-    return Conversation([question, turn | {"reasoning_content": thinking}])
-
-
-def _split_trace(text: str) -> tuple[str, str]:
-    """Return (thinking, answer)."""
-    if text.count("<think>") > 1 or text.count("</think>") != 1:
-        raise Dropped(NOT_ONE_THINKING)
-    thinking, answer = (part.strip() for part in split_thinking(text))
-    if not (thinking and answer):
-        raise Dropped(NOT_ONE_THINKING)
-    return thinking, answer
-
-
-def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
-    _check_object(row)
-    if name not in row:
-        raise Malformed(f"no field `{name}`, found {_list_names(row)}")
-    if row[name] != value:
-        raise Dropped(rule)
-
-
-# OpenCodeReasoning-2 lacks the problem statements, whose licenses differ: `question` is "-", and `dataset`, `split` and
-# `index` name the statement in one of four data sets, as its data card says.
-_PARQUET = "refs/convert/parquet"  # the hub's conversion of loading scripts, which `datasets` no longer runs
-
-_HUB: dict[str, dict[str, Any]] = {
-    "taco": {"path": "BAAI/TACO", "revision": _PARQUET, "data_dir": "ALL"},
-    "apps": {"path": "codeparrot/apps", "revision": _PARQUET, "data_dir": "all"},
-    "code_contests": {"path": "deepmind/code_contests"},
-    "open-r1/codeforces": {"path": "open-r1/codeforces"},
-}
-
-
-def find_statement(folder: str | None, dataset: str, split: str, index: int) -> str | None:
-    """Look up the statement of a problem in the subfolders `taco`, `apps`, `code_contests`, `codeforces` of `folder`,
-    or on the hub (None); None if there is none. Raises UserError if the data set cannot be loaded."""
-    if dataset not in _HUB:
-        return None
-    rows = _load_rows(folder, dataset, split)
-    if not 0 <= index < len(rows):
-        return None
-    row = rows[index]
-    if dataset in ("taco", "apps"):
-        return row["question"]
-    return _join_codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
-
-
-@cache
-def _load_rows(folder: str | None, dataset: str, split: str) -> Any:
-    from datasets import load_dataset
-
-    where = _HUB[dataset]
-    if folder is not None:
-        where = {"path": str(Path(folder) / dataset.rpartition("/")[2])}
-    try:
-        return load_dataset(**where, split=split)
-    except Exception as error:  # of a dozen classes: offline, gated, no such folder
-        raise UserError(
-            f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: {first_line(error)}; "
-            "download the data sets and name their folder with --statements"
-        ) from None
-
-
-def _join_codeforces_statement(row: dict[str, Any]) -> str | None:
-    parts = [("", row["description"]), ("Input", row.get("input_format")), ("Output", row.get("output_format"))]
-    examples = row.get("examples") or []
-    titles = ("input", "output")
-    parts += [("", "Examples")] if examples else []
-    parts += [(title.capitalize(), example[title]) for example in examples for title in titles if title in example]
-    parts.append(("Note", row.get("note")))
-    texts = [text for title, body in parts if body for text in (title, body) if text]
-    return "\n\n".join(texts) if row["description"] else None
