@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.batch_layout import BatchLayout, Waste
 from vcore_ds.planning.fit import Available, choose_activations
-from vcore_ds.planning.hardware import Cluster, find_gpu
+from vcore_ds.planning.hardware import Cluster, KernelTraffic, find_gpu
 from vcore_ds.planning.memory import Phase, estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.passes import StepPasses, TimeModel, parameter_counts
 from vcore_ds.planning.settings import ActivationMemory, MemorySettings
+from vcore_ds.planning.step_cost import StepModel
 
 PARTS_OF_A_PACK = (8, 4, 3, 1)
 """Lengths of a pack's sequences, in sixteenths."""
@@ -64,6 +64,9 @@ def make_memory_settings(method: str, num_tokens: int, deepspeed_config: str = "
         on_gpu=uses_gpu(),
         bucket_numel=zero["reduce_bucket_size"],
         max_live_parameters=zero["stage3_max_live_parameters"],
+        prefetch_numel=zero["stage3_prefetch_bucket_size"],
+        reuse_distance=zero["stage3_max_reuse_distance"],
+        gathers_in_place=zero.get("stage3_allgather_sequential", False),
     )
 
 
@@ -104,27 +107,30 @@ def predict_seconds(
     if gpu is None:
         return None
     settings = make_memory_settings(method, num_tokens, deepspeed_config)
-    ranks, shape, zero = settings.num_ranks, make_shape(sizes), read_zero_section(deepspeed_config)
-    pack = pack_lengths(num_tokens)
+    return predict_step(settings, make_shape(sizes), num_packs, Cluster(gpu, settings.num_ranks, num_local_ranks()))
+
+
+def predict_step(
+    settings: MemorySettings,
+    shape: ModelShape,
+    num_packs: int,
+    cluster: Cluster,
+    kernels: KernelTraffic | None = None,
+) -> Mapping[Phase, float]:
+    """Seconds of each phase of a step with `num_packs` packs of `settings.main_tokens` on every rank, one a micro-step,
+    and one of the probe."""
+    ranks, pack = settings.num_ranks, pack_lengths(settings.main_tokens)
 
     def batch(num_packs: int) -> tuple[list[int], BatchLayout]:
-        """Packs of every rank, one a micro-step."""
         steps = [
             [list(range(start, start + len(pack))) for start in range(first, first + ranks * len(pack), len(pack))]
             for first in range(0, num_packs * ranks * len(pack), ranks * len(pack))
         ]
-        num_total = num_packs * ranks * num_tokens
+        num_total = num_packs * ranks * settings.main_tokens
         waste = Waste(num_total, num_total, num_total / ranks, num_total / ranks, 0)
-        return pack * ranks * num_packs, BatchLayout(1, steps, waste, num_tokens, True, 0.0)
+        return pack * ranks * num_packs, BatchLayout(1, steps, waste, settings.main_tokens, True, 0.0)
 
-    cluster = Cluster(gpu, ranks, num_local_ranks())
-    model = StepModel(
-        TimeModel(shape, ranks, cluster.ranks_per_node, cluster.machine),
-        parameter_counts(shape),
-        settings,
-        cluster,
-        int(zero["stage3_max_reuse_distance"]),
-        bool(zero.get("stage3_allgather_sequential", False)),
-    )
-    probe = [batch(1)] if method != "sft" else []
+    time = TimeModel(shape, ranks, cluster.ranks_per_node)
+    model = StepModel(time, parameter_counts(shape), settings, cluster, kernels)
+    probe = [batch(1)] if settings.probe_tokens else []
     return model.estimate_step(StepPasses.derive(settings), [batch(num_packs)], probe).seconds

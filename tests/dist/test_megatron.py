@@ -16,7 +16,6 @@ from tests.dist.test_memory import assert_peaks, assert_persistent_bytes, make_r
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
-from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.models.description import read_model
@@ -25,6 +24,7 @@ from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, StepPasses, TimeModel, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
+from vcore_ds.planning.step_cost import StepModel
 
 pytestmark = pytest.mark.dist
 

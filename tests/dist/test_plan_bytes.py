@@ -11,7 +11,6 @@ import pytest
 from tests.helpers.measured_bytes import measure_all
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scaled_model import CASES, MOE_MODEL, NUM_RANKS, Case, make_recipe, scaled_shape, write_scaled_model
-from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.planning.batch_layout import summarize
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -20,6 +19,7 @@ from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, read_shape
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.step_cost import StepModel
 
 pytestmark = pytest.mark.dist
 
@@ -69,9 +69,8 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     yield Comparison(case.name, "peak", memory.estimate.peak_bytes, max(peaks.values()))
     # The speeds of the GPU play no part in bytes.
     cluster = Cluster(GPUS["H100"], NUM_RANKS, NUM_RANKS)
-    reuse_distance = config["zero_optimization"]["stage3_max_reuse_distance"]
     counts = parameter_counts(shape, memory.settings.lora)
-    model = StepModel(plan.time_model, counts, memory.settings, cluster, reuse_distance)
+    model = StepModel(plan.time_model, counts, memory.settings, cluster)
     traffic = model.estimate_step(StepPasses.derive(memory.settings), [main], [probe]).traffic
     received, k = measured["received"], case.sequence_parallel
     all_gathers = traffic["parameters"]

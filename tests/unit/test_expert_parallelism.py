@@ -13,7 +13,6 @@ from tests.helpers.recipes import smallest_recipe
 from tests.unit.test_step_cost import FAST, IDEAL
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.prediction import plan_run
-from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
@@ -25,6 +24,7 @@ from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import StepPasses, TimeModel, estimate_fullest_load, parameter_counts
 from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
+from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.training import console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -124,12 +124,12 @@ def compute_cost(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8
         time_model=TimeModel(SMALL, num_gpus, 8),
     )
     cluster = Cluster(FAST, num_gpus, gpus_per_node, achieved=IDEAL)
-    time_model = TimeModel(SMALL, num_gpus, min(gpus_per_node, num_gpus), cluster.machine, settings.expert)
-    model = StepModel(time_model, parameter_counts(SMALL), settings, cluster, reuse_distance=0)
+    time_model = TimeModel(SMALL, num_gpus, min(gpus_per_node, num_gpus), expert=settings.expert)
+    model = StepModel(time_model, parameter_counts(SMALL), settings, cluster)
     return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_layout)], [(lengths, batch_layout)])
 
 
-JVP = MemorySettings(num_ranks=16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True)
+JVP = MemorySettings(16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True, reuse_distance=0)
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4, 8])

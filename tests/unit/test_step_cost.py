@@ -2,16 +2,18 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tests.benchmarks.gpu import SHAPES
+from tests.benchmarks.gpu_plan import make_memory_settings, make_shape, predict_step
 from vcore_ds.commands.plan.prediction import LengthModel, plan_run
-from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
-from vcore_ds.planning.hardware import FAST as FASTEST
 from vcore_ds.planning.hardware import (
+    EAGER,
     GPUS,
     SLOW,
     Achieved,
@@ -24,10 +26,10 @@ from vcore_ds.planning.hardware import (
     find_gpu,
     peak_flops,
 )
+from vcore_ds.planning.hardware import FAST as FASTEST
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import (
-    H100,
     ParameterCounts,
     PassWork,
     StepPasses,
@@ -35,17 +37,19 @@ from vcore_ds.planning.passes import (
     count_factors,
     forward_flops,
 )
-from vcore_ds.planning.settings import ActivationMemory, MemorySettings, derive_plan_settings
+from vcore_ds.planning.settings import ActivationMemory, LossMemory, MemorySettings, derive_plan_settings
+from vcore_ds.planning.step_cost import StepCost, StepModel
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""
 COUNTS = ParameterCounts(3000, 3000)
 IDEAL = Achieved(
-    1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, ring_latency=0.0, ring_step_latency=0.0, ring_step_latency_between=0.0
-)
+    1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, factorization=0.0, ring_latency=0.0, ring_step_latency=0.0,
+    ring_step_latency_between=0.0,
+)  # fmt: skip
 FAST = Gpu("any", 10**9, 1e6, math.inf, math.inf, math.inf, 1e6)
 """A million FLOP a second, also in attention; everything else at once."""
-SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
+SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2, reuse_distance=0)
 JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 
 
@@ -55,56 +59,96 @@ def compute_cost(
     num_gpus: int,
     lengths: list[int],
     k: int = 1,
-    reuse_distance: int = 0,
-    in_place: bool = False,
     **changed,
 ) -> StepCost:
     """One batch as main and as probe batch, each sequence unpacked; `changed`: fields of `Achieved`."""
     part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
-    time_model = TimeModel(
-        SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part, cluster.machine, settings.expert
-    )
+    shape = SHAPE.take_tensor_shard(part)
+    time_model = TimeModel(shape, num_gpus // part, min(8, num_gpus) // part, expert=settings.expert)
     batch_layout = lay_out_batch(
-        range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1),
-        time_model=replace(time_model, machine=H100),
-    )  # fmt: skip
-    model = StepModel(time_model, counts, settings, cluster, reuse_distance, in_place)
+        range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1), time_model=time_model
+    )
+    model = StepModel(time_model, counts, settings, cluster)
     return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_layout)], [(lengths, batch_layout)])
 
 
-Forwards = tuple[float, float]
-"""Forwards of linear layers and of attention."""
+Forwards = tuple[float, float, float]
+"""Forwards of the layers' GEMMs, of the head, and of attention."""
 
 
 @pytest.mark.parametrize(
     "settings, main, probe, utility",
     [
-        (SFT, (3, 3.5), (0, 0), (0, 0)),
-        (replace(SFT, is_checkpointed=True), (4, 4.5), (0, 0), (0, 0)),
-        (JVP, (5, 6), (3, 3.5), (0, 0)),
-        (replace(JVP, is_fused=False), (3, 3.5), (3, 3.5), (3, 3)),
-        (replace(JVP, is_fused=False, estimator="finite_difference"), (3, 3.5), (3, 3.5), (1, 1)),
+        (SFT, (3, 4, 3.5), (0, 0, 0), (0, 0, 0)),
+        (replace(SFT, is_checkpointed=True), (4, 4, 4.5), (0, 0, 0), (0, 0, 0)),
+        (replace(SFT, activations=ActivationMemory(loss=LossMemory(2**28, True))), (3, 3, 3.5), (0, 0, 0), (0, 0, 0)),
+        (JVP, (5, 5, 6), (3, 4, 3.5), (0, 0, 0)),
+        (replace(JVP, is_fused=False), (3, 4, 3.5), (3, 4, 3.5), (3, 3, 3)),
+        (replace(JVP, is_fused=False, estimator="finite_difference"), (3, 4, 3.5), (3, 4, 3.5), (1, 1, 1)),
     ],
 )  # fmt: skip
 def test_seconds_of_matrix_multiplications_by_hand(
     settings: MemorySettings, main: Forwards, probe: Forwards, utility: Forwards
 ) -> None:
-    """One sequence of 16 tokens: 2 x 2,500 FLOP a token, 2 x 2 layers x 4 heads x 8 for each square. A forward
-    of attention has 2 GEMMs, a backward 5, tangents beside them 5, and a forward together with tangents 6."""
-    linear, attention = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
-    assert forward_flops(SHAPE, [16]) == (linear + attention) * 1e6
+    """One sequence of 16 tokens: 2 x 2,000 FLOP a token in the layers, 2 x 500 in the head, 2 x 2 layers x 4 heads x 8
+    for each square. A forward of attention has 2 GEMMs, a backward 5, tangents beside them 5, and a forward together
+    with tangents 6. The head computes its logits again unless it keeps their gradients."""
+    layers, head, attention = 4000 * 16 / 1e6, 1000 * 16 / 1e6, 128 * 16**2 / 1e6
+    assert forward_flops(SHAPE, [16]) == (layers + head + attention) * 1e6
     headless = replace(SHAPE, vocabulary_size=0)  # a batch is laid out by the work of its layers
     assert TimeModel(SHAPE, 1, 1).work(16) * 4000 == pytest.approx(forward_flops(headless, [16]))
     cost = compute_cost(settings, FAST, 1, [16])
-    passes = {"probe": probe, "utility": utility, "main": main, "step": (0, 0)}
-    expected = {phase: times[0] * linear + times[1] * attention for phase, times in passes.items()}
+    passes = {"probe": probe, "utility": utility, "main": main, "step": (0, 0, 0)}
+    expected = {phase: n[0] * layers + n[1] * head + n[2] * attention for phase, n in passes.items()}
     assert cost.seconds == pytest.approx(expected)
     assert cost.seconds_step == pytest.approx(sum(expected.values()))
     slower = compute_cost(settings, replace(FAST, attention_flops=1e5), 1, [16])
-    assert slower.seconds_step - cost.seconds_step == pytest.approx(
-        9 * attention * sum(times[1] for times in passes.values())
-    )
+    num_attention = sum(n[2] for n in passes.values())
+    assert slower.seconds_step - cost.seconds_step == pytest.approx(9 * attention * num_attention)
+    measured = compute_cost(settings, replace(FAST, attention_flops=1e5, measured_tangent_flops=1e6), 1, [16])
+    with_tangents = 0.0 if settings.estimator != "jvp" else 2.5 if settings.is_fused else 2
+    assert slower.seconds_step - measured.seconds_step == pytest.approx(9 * attention * with_tangents)
+
+
+def test_bytes_of_memory_traffic_by_hand() -> None:
+    """Sixteen tokens. Inputs and outputs of the GEMMs of a layer: 7 hidden states of 10, 3 gates of 20, 2 times 48
+    numbers of queries and keys; 2,000 weights. Norms have 20 numbers a token, rotations 48, gates 20, residuals 10."""
+    memory = replace(FAST, flops=math.inf, attention_flops=math.inf, memory_bandwidth=1.0)
+    gemms = 2 * (2 * 16 * (70 + 60 + 96) + 2000)
+    forward, backward = 4 * 20 + 4 * 48 + 6 * 20 + 12 * 10, 6 * 20 + 5 * 48 + 10 * 20 + 6 * 10
+    tangents = 8 * 20 + 4 * 48 + 10 * 20 + 12 * 10
+    logits, reduced = 16 * 50, 3000 * (12 + 16)
+    head = 3 * logits + 2 * 500  # of one GEMM
+    expected = 3 * gemms + 32 * (forward + backward) + reduced + 4 * head + logits * (10 + 6) + 10 * 500
+    assert compute_cost(SFT, memory, 1, [16]).seconds["main"] == pytest.approx(expected)
+    kept = replace(SFT, activations=ActivationMemory(loss=LossMemory(2**28, True)))
+    assert compute_cost(kept, memory, 1, [16]).seconds["main"] == pytest.approx(expected - head - logits * 6 - 10 * 500)
+    recomputed = compute_cost(replace(SFT, is_checkpointed=True), memory, 1, [16]).seconds["main"]
+    assert recomputed - expected == pytest.approx(gemms + 32 * forward)
+    fused = compute_cost(JVP, memory, 1, [16]).seconds["main"]
+    assert fused - expected == pytest.approx(2 * gemms + 32 * tangents + head)
+    blocks = replace(SFT, activations=ActivationMemory(loss=LossMemory(4 * 50)))  # one for each token
+    assert compute_cost(blocks, memory, 1, [16]).seconds["main"] - expected == pytest.approx(15 * 4 * 1000)
+
+
+ROWS = {
+    "8b": {"sft": 1.64, "jvp, fused": 2.96, "jvp, fused, rank 32": 2.98},
+    "0.6b": {"sft": 1.38, "jvp": 2.46, "jvp, fused": 2.35, "jvp, fused, rank 32": 2.58, "finite difference": 2.26},
+}
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in ROWS for method in ROWS[name]])
+def test_measured_steps_of_an_h200_are_predicted_within_a_fifth(name: str, method: str) -> None:
+    """docs/reports/performance.md. The code then had eager norms, gates and rotations, recomputed all layers, took the
+    loss in blocks of 256 MiB (441 rows) at 8B and 2 GiB at 0.6B, and 70 bytes a parameter in an update."""
+    sizes: dict[str, Any] = SHAPES[name] | {"num_hidden_layers": 8 if name == "8b" else 28}
+    loss = LossMemory(2**28 if name == "8b" else 2**31)
+    settings = replace(make_memory_settings(method, 16_384), activations=ActivationMemory(loss=loss))
+    seconds = predict_step(settings, make_shape(sizes), 2, Cluster(GPUS["H200"], 1), replace(EAGER, update=68))
+    error = sum(seconds.values()) / ROWS[name][method] - 1
+    print(f"{name} {method}: {sum(seconds.values()):.2f} s, measured {ROWS[name][method]}, {error:+.0%}")
+    assert abs(error) < 0.2
 
 
 def test_a_low_rank_direction_by_hand() -> None:
@@ -112,10 +156,12 @@ def test_a_low_rank_direction_by_hand() -> None:
     4 x 60. The matrices of a forward have 3,620 elements."""
     settings = replace(JVP, probe_rank=4)
     cost = compute_cost(settings, FAST, 1, [16])
-    linear, square = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
+    linear, head, square = 5000 * 16 / 1e6, 1000 * 16 / 1e6, 128 * 16**2 / 1e6
     in_layers = 2 * (336 + 208 + 360)
     assert cost.seconds["main"] == pytest.approx((4 + (in_layers + 240) / 3620) * linear + 6 * square)
-    assert cost.seconds["probe"] == pytest.approx(3 * linear + 3.5 * square + 4 * 4 * 3000 / 1e6)
+    assert cost.seconds["probe"] == pytest.approx(3 * linear + head + 3.5 * square + 4 * 4 * 3000 / 1e6)
+    late = compute_cost(settings, FAST, 1, [16], factorization=0.5)  # of 2 layers' 7 matrices, and 2 embeddings
+    assert late.seconds["probe"] - cost.seconds["probe"] == pytest.approx(0.5 * (2 * 7 + 2))
     traffic = compute_cost(settings, FAST, 16, [16] * 16).traffic
     assert "tangents" not in traffic
     # Two sums in fp32, each a reduce-scatter and an all-gather.
@@ -140,8 +186,7 @@ def test_fp8_tangents_by_hand() -> None:
     with_memory = replace(FAST, memory_bandwidth=1e9)
     rounded = compute_cost(replace(JVP, fp8_tangents=True), with_memory, 1, [16], memory=1.0).seconds["main"]
     plain = compute_cost(JVP, with_memory, 1, [16], memory=1.0).seconds["main"]
-    half_speed = 2 * 1e6 / 1e9  # tokens
-    expected = 0.5 * (5000 - head) * (16 + half_speed) / 1e6 - 17 * (2000 + 16 * 2 * (62 + 40)) / 1e9
+    expected = 0.5 * (5000 - head) * 16 / 1e6 - 17 * (2000 + 16 * 2 * (62 + 40)) / 1e9
     assert plain - rounded == pytest.approx(expected)
 
 
@@ -181,7 +226,7 @@ def test_bytes_of_all_gathers_by_hand() -> None:
 def test_parameters_that_are_still_gathered_are_not_gathered_again(reuse_distance: int, again: int) -> None:
     """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
     layer where the second and the head are within the distance."""
-    cost = compute_cost(SFT, FAST, 2, [16], reuse_distance=reuse_distance)
+    cost = compute_cost(replace(SFT, reuse_distance=reuse_distance), FAST, 2, [16])
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
@@ -249,6 +294,8 @@ def test_all_gathers_overlap_with_matrix_multiplications() -> None:
     assert compute_cost(SFT, slow, 2, [16] * 2).seconds_step == pytest.approx(computed + 7.5)
     half = compute_cost(SFT, slow, 2, [16] * 2, hidden=0.5)
     assert half.seconds_step == pytest.approx(computed + 7.5 - 0.5 * computed)
+    late = compute_cost(replace(SFT, prefetch_numel=400), slow, 2, [16] * 2, hidden=1.0)  # 600 of a layer's 1,000
+    assert late.seconds_step == pytest.approx(computed + 0.6 * 4.5 + max(7.5 - 0.6 * 4.5 - computed, 0.0))
     many, much = (compute_cost(SFT, gpu, 2, [16] * 2, compute=1e-3, hidden=0.5) for gpu in (slow, FAST))
     assert many.seconds_step - much.seconds_step == pytest.approx(0.75)  # the first layer's are never hidden
 
@@ -256,9 +303,9 @@ def test_all_gathers_overlap_with_matrix_multiplications() -> None:
 def test_the_update_reads_and_writes_the_shard() -> None:
     memory = replace(FAST, flops=math.inf, attention_flops=math.inf, memory_bandwidth=1000.0)
     shard = 3000 / 2
-    assert compute_cost(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
+    assert compute_cost(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (36 + 16 + 2) / 1000)
     sgd = compute_cost(replace(SFT, optimizer="sgd"), memory, 2, [16] * 2)
-    assert sgd.seconds["step"] == pytest.approx(shard * (24 + 2) / 1000)
+    assert sgd.seconds["step"] == pytest.approx(shard * (36 + 2) / 1000)
 
 
 def test_muon_orthogonalizes_each_matrix_once() -> None:
@@ -318,7 +365,7 @@ def test_gpus_are_recognized_by_name(name: str, known: str | None) -> None:
 
 def test_runs_and_plans_assume_the_same_h100() -> None:
     planned, machine_of_runs = Cluster(GPUS["H100"], 8).machine, TimeModel(QWEN3_32B, 8, 8).machine
-    for field in ("flops", "node_bandwidth", "network_bandwidth", "exchange_latency", "half_speed_tokens"):
+    for field in ("node_bandwidth", "network_bandwidth", "exchange_latency"):
         assert getattr(planned, field) == pytest.approx(getattr(machine_of_runs, field), rel=0.02), field
 
 
@@ -332,39 +379,37 @@ def test_plans_of_other_trainers_match_their_published_speeds() -> None:
     """Tokens a second and GPU; docs/planning.md has the sources. torchtitan recomputes about half of each layer, which
     lies between a plan with and without activation checkpoints."""
 
-    def tokens_per_second(model: str, num_gpus: int, size: int, split: int, achieved: Achieved, *more: str) -> float:
+    def tokens_per_second(shape: ModelShape, num_gpus: int, size: int, split: int, achieved: Achieved, *more: str):
         words = ["methods/sft.yaml", f"batch.global_size={size}", "data.cutoff_length=8192", *more]
         words += [f"batch.pack_tokens_per_rank={8192 // split}", f"batch.sequence_parallel={split}"]
         settings = derive_plan_settings(load_recipe("qwen3_32b_math_full.yaml", words))
         cluster = Cluster(GPUS["H100"], num_gpus, achieved=achieved)
-        plan = plan_run(settings, cluster, KNOWN_MODELS[model], lengths=LengthModel(8192, (8192,)))
+        plan = plan_run(settings, cluster, shape, lengths=LengthModel(8192, (8192,)))
         return plan.tokens_per_step / plan.cost.seconds_step / num_gpus
 
-    def torchtitan(num_gpus: int, achieved: Achieved) -> float:
-        both = [
-            tokens_per_second(
-                "Llama-3.1-8B", num_gpus, 2 * num_gpus, 1, achieved, f"model.gradient_checkpointing={checkpoints}"
-            )
-            for checkpoints in ("true", "false")
-        ]
-        return 2 / sum(1 / speed for speed in both)
+    def torchtitan(num_gpus: int, achieved: Achieved, *, is_compiled: bool) -> float:
+        shape = replace(KNOWN_MODELS["Llama-3.1-8B"], has_llama_norms=is_compiled)  # else by PyTorch's operations
+        checkpoints = ("model.gradient_checkpointing=true", "model.gradient_checkpointing=false")
+        speeds = [tokens_per_second(shape, num_gpus, 2 * num_gpus, 1, achieved, setting) for setting in checkpoints]
+        return 2 / sum(1 / speed for speed in speeds)
 
     for num_gpus, eager, compiled in ((8, 5762, 6667), (128, 5605, 6514)):
-        assert torchtitan(num_gpus, SLOW) < eager < compiled < torchtitan(num_gpus, FASTEST)
-        assert torchtitan(num_gpus, Achieved()) == pytest.approx(eager, rel=0.05)
+        for speed, is_compiled in ((eager, False), (compiled, True)):
+            slow, likely = (torchtitan(num_gpus, speeds, is_compiled=is_compiled) for speeds in (SLOW, Achieved()))
+            print(num_gpus, speed, slow, likely, torchtitan(num_gpus, FASTEST, is_compiled=is_compiled))
+            assert slow < speed < likely < 1.25 * speed
     # NeMo AutoModel with torch.compile, every layer recomputed, each sequence on two GPUs: at the fast end.
-    slow, likely, fast = (
-        tokens_per_second("Llama-3.1-70B", 64, 128, 2, achieved, "model.gradient_checkpointing=true")
-        for achieved in (SLOW, Achieved(), FASTEST)
-    )
-    assert slow < likely < 866.77 < fast < 1.05 * 866.77
+    llama, recomputing = KNOWN_MODELS["Llama-3.1-70B"], "model.gradient_checkpointing=true"
+    likely, fast = (tokens_per_second(llama, 64, 128, 2, speeds, recomputing) for speeds in (Achieved(), FASTEST))
+    print(likely, fast)
+    assert 0.9 * 866.77 < likely < 866.77 < fast < 1.05 * 866.77
 
 
 @pytest.mark.parametrize(("num_gpus", "in_place"), [(1, False), (64, False), (64, True)])
 def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_place: bool) -> None:
     """By hand: two layers, all-gathers in forward and backward, and tangents in the main pass alone."""
-    fast, options = replace(FAST, flops=1e30, attention_flops=1e30), dict(in_place=in_place, layer_overhead=0.8e-3)
-    settings, lengths = replace(JVP, num_ranks=num_gpus), [16] * num_gpus
+    fast, options = replace(FAST, flops=1e30, attention_flops=1e30), dict(layer_overhead=0.8e-3)
+    settings, lengths = replace(JVP, num_ranks=num_gpus, gathers_in_place=in_place), [16] * num_gpus
     cost = compute_cost(settings, fast, num_gpus, lengths, **options)
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     backward = 0.8e-3 + 2.7e-3

@@ -37,18 +37,13 @@ from vcore_ds.models.token_loss import (
     reference_divergence,
     token_loss,
 )
+from vcore_ds.planning.model_shape import DIVISORS, FACTORS, PLAIN_LOGITS, SOFTCAPS
 from vcore_ds.planning.settings import DEFAULT_LOSS_MEMORY, ActivationMemory
-
-# Fields that change logits, from `*ForCausalLM.forward` and `*ForConditionalGeneration.forward` of transformers 5.23; a
-# test reads those again.
-FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
-DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # of logits or hidden states: Granite, MiniCPM3; Inkling
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
 
 
 def read_logit_transform(config: PretrainedConfig) -> LogitTransform:
     """Read how the architecture computes logits from raw logits."""
-    if config.model_type in ("gemma3", "mpt"):  # have such fields, but ignore them
+    if config.model_type in PLAIN_LOGITS:
         return LogitTransform()
     text = config.get_text_config()
     factor, divisor, softcap = (_read_declared(text, names) for names in (FACTORS, DIVISORS, SOFTCAPS))

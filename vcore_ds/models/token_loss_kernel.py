@@ -84,8 +84,8 @@ def _token_loss_rows(
             total *= tl.where(largest == new, 1.0, tl.exp(largest - new))
             total += tl.where(logit == float("-inf"), 0.0, tl.exp(logit - new))
             largest = new
-        of_row = tl.max(largest, axis=0)
-        log_normalizer = of_row + tl.log(tl.sum(total * tl.exp(largest - of_row), axis=0))
+        row_maximum = tl.max(largest, axis=0)
+        log_normalizer = row_maximum + tl.log(tl.sum(total * tl.exp(largest - row_maximum), axis=0))
         tl.store(losses_ptr + row, log_normalizer - tl.load(logits_ptr + target))
         tl.store(log_normalizers_ptr + row, log_normalizer)
     if gradient_ptr is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 from vcore_ds.common.text import count, gib
@@ -147,8 +148,9 @@ def choose_activations(
         keep_first(replace(chosen, loss=LossMemory(block_bytes)) for block_bytes in _LOSS_BLOCKS)
     if keeps_layers:
         keep_first([replace(chosen, keeps_attention=True)])
-    if settings.on_gpu and settings.lora is None and settings.number_bytes == 2:
-        keep_first([replace(chosen, loss=replace(chosen.loss, keeps_logit_gradients=True))])
+    keeping = replace(chosen, loss=replace(chosen.loss, keeps_logit_gradients=True))
+    if replace(settings, activations=keeping).keeps_logit_gradients(shape):
+        keep_first([keeping])
     if keeps_layers:
         keep_first(replace(chosen, num_kept=number) for number in range(shape.num_layers, 0, -1))
     return chosen
@@ -210,6 +212,7 @@ def plan_memory(
         # `auto` stays within the margin.
         coalesces_gradients=settings.engine.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
+        repeats_kv_heads=on_gpu and (settings.model.precision == "fp32" or not _has_grouped_attention()),
         on_gpu=on_gpu,
         **_read_sizes(zero),
     )
@@ -234,8 +237,20 @@ def plan_memory(
     )
 
 
-_SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}
-"""DeepSpeed's keys for sizes in elements, and their fields in `MemorySettings`."""
+_SIZES = {
+    "stage3_max_live_parameters": "max_live_parameters",
+    "reduce_bucket_size": "bucket_numel",
+    "stage3_prefetch_bucket_size": "prefetch_numel",
+    "stage3_max_reuse_distance": "reuse_distance",
+    "stage3_allgather_sequential": "gathers_in_place",
+}
+"""DeepSpeed's keys for sizes in elements, and a switch, and their fields in `MemorySettings`."""
+
+
+def _has_grouped_attention() -> bool:
+    """Whether PyTorch's attention of packed sequences takes fewer key and value heads than query heads."""
+    major, minor, *_ = version("torch").split(".")
+    return (int(major), int(minor)) >= (2, 12)
 
 
 def _read_sizes(zero: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,8 @@ class Gpu:
     network_bandwidth: float
     # FLOP a second of PyTorch's FlashAttention-2, measured over forward and backward; a backward is 2.5 forwards
     attention_flops: float
+    # FLOP a second of the attention kernel with tangents, where it was measured; else it is taken to be as fast
+    measured_tangent_flops: float | None = None
 
 
 GPUS = {
@@ -90,11 +92,11 @@ GPUS = {
     for gpu in (
         # NVIDIA's data sheets; DGX systems have eight network adapters of 200 (A100) or 400 Gb/s.
         Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9, 175e12),
-        Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9, 305e12),
+        Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9, 305e12, 490e12),
         # PCIe 5.0 x16 in one direction, as NVLink joins two to four cards at most; 400 Gb/s a GPU assumed.
         Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9, 230e12),
         Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9, 255e12),
-        Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9, 305e12),
+        Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9, 305e12, 490e12),
         Gpu("H200 NVL", 139 * GIB, 835e12, 4.8e12, 64e9, 50e9, 255e12),
         # HGX B200 and B300: 36 PFLOP/s sparse bf16 and 14.4 TB/s of NVLink in both directions over 8; adapters of 400
         # and 800 Gb/s.
@@ -132,19 +134,38 @@ def _split_name(name: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Achieved:
-    """Shares of a device's peak that a step achieves. The defaults are those of comparable trainers (docs/planning.md);
-    on one H200, SFT of the 8B shape took 0.97 to 1.01 of the seconds that follow from them (docs/gpu.md)."""
+class KernelTraffic:
+    """Bytes of memory traffic of the kernels between the GEMMs, for each element of their 16-bit input and output, in a
+    forward, a backward, and with tangents beside a forward. Counted by `tests.benchmarks.memory_traffic`; those of
+    tangents from 8.6 GB for a layer of Qwen3-32B (docs/reports/performance.md)."""
 
-    # Share of the peak that matrix multiplications in large passes achieve, the kernels between them included
-    compute: float = 0.40
-    attention: float = 1.0  # speed of fused attention over `Gpu.attention_flops`
-    memory: float = 0.80
-    node: float = 0.80
+    norm: tuple[float, float, float] = (4, 6, 8)
+    rotary: tuple[float, float, float] = (4, 5, 4)
+    gate: tuple[float, float, float] = (6, 10, 10)
+    loss: tuple[float, float] = (10, 6)  # of each logit: in a forward; in a backward that computes logits again
+    adds_blocks: bool = False  # whether each block of logits adds to the embedding's gradient outside its GEMM
+    update: float = 52.0  # for each parameter of AdamW's update, beside writing the parameter
+
+
+EAGER = KernelTraffic((36, 88, 8), (20, 32, 4), (10, 22, 10), (52, 40), adds_blocks=True)
+"""Those of PyTorch's operations, which norms and gates unlike Llama's go through."""
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Speeds that a step achieves, as shares of a device's data sheet, and fixed times. Those of one H200 are measured
+    (docs/reports/performance.md)."""
+
+    # Share of the peak in GEMMs, whose operands are counted as memory traffic besides: 0.81 of the H200 in a GEMM of
+    # 8,192, with them; 0.76 is then the likely rate, by the eight measured steps
+    compute: float = 0.76
+    attention: float = 1.0  # speed of attention over `Gpu.attention_flops` and `Gpu.tangent_attention_flops`
+    memory: float = 0.77  # share of the bandwidth in the kernels between GEMMs: 0.87 of the H200's measured copy
+    node: float = 0.80  # NCCL's usual shares of the links, assumed
     network: float = 0.84
-    hidden: float = 0.70  # share of the computation that all-gathers and reduce-scatters can overlap with
-    exchange_latency: float = 40e-6  # seconds of an all-to-all without contents
-    # Seconds of hooks, Python and kernel tails for each layer of a run through the model
+    hidden: float = 0.70  # share of the kernels that all-gathers and reduce-scatters can overlap with; assumed
+    exchange_latency: float = 40e-6  # seconds of an all-to-all without contents; assumed
+    # Seconds of hooks, Python and kernel tails for each layer of a run through the model; assumed
     layer_overhead: float = 0.8e-3
     # Host time on a CPU (2026-11-26, docs/reports/performance.md), less `layer_overhead`: 4.1 ms for a
     # layer with tangents along factors (3.9 along a whole direction), 5.3 in FP8, 3.5 for a backward.
@@ -153,6 +174,9 @@ class Achieved:
     fp8_overhead: float = 1.2e-3
     # Seconds beyond `layer_overhead` that it takes for each layer's backward, and the forward that is run again
     backward_overhead: float = 2.7e-3
+    # Seconds of the 45 kernels, six of them Cholesky factorizations and triangular solves, that factorize a matrix of
+    # the direction: assumed
+    factorization: float = 1e-3
     # Seconds that the host takes for each rank of a layer's all-gather, for which DeepSpeed makes a view in Python;
     # none where it gathers in place. Measured on a CPU (docs/reports/performance.md).
     gather_overhead: float = 2.6e-6
@@ -163,8 +187,8 @@ class Achieved:
     ring_step_latency_between: float = 4e-6  # seconds of each step from one node to the next
 
 
-SLOW, FAST = Achieved(compute=0.30, attention=0.85), Achieved(compute=0.68, attention=1.15)
-"""The ends of a plan's range: a quarter below torchtitan without torch.compile, and NeMo AutoModel with it."""
+SLOW, FAST = Achieved(compute=0.57, attention=0.85, memory=0.60), Achieved(compute=0.85, attention=1.15, memory=0.85)
+"""The ends of a plan's range."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +242,11 @@ class Cluster:
     def attention_flops(self) -> float:
         """Sustained FLOP a second of fused attention."""
         return self.achieved.attention * self.gpu.attention_flops
+
+    @property
+    def tangent_attention_flops(self) -> float:
+        """The same of attention with tangents."""
+        return self.achieved.attention * (self.gpu.measured_tangent_flops or self.gpu.attention_flops)
 
     @property
     def memory_bandwidth(self) -> float:

@@ -2,9 +2,8 @@
 
 Counted from the model's shape and the recipe's storage settings: nothing is measured or built. Other architectures are
 treated as a Llama-like decoder, dense or MoE; their parameters can be given exactly (`ParameterCounts`).
-tests/dist/test_memory.py compares both parts with the tensors of a real engine.
-
-Transient bytes of small models were estimated within 17% of what was measured.
+tests/dist/test_memory.py compares both parts with the tensors of a real engine: transient bytes of small models are
+within 17%.
 """
 
 import math
@@ -17,21 +16,18 @@ from vcore_ds.planning.passes import ParameterCounts, count_factors, parameter_c
 from vcore_ds.planning.settings import MemorySettings
 
 Phase = Literal["probe", "utility", "main", "step"]
-
 PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
 
 SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
 
 MARGIN_BYTES = 2**30  # communicators and library workspaces
-
 MARGIN_SHARE = 0.05  # share of the estimate added for fragmentation and everything small
 
 COALESCING_SHARE = 0.05
 """Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
 
-_FP32 = 4
-_INT64 = 8
+_FP32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -150,8 +146,7 @@ def _estimate_persistent(
     b, trained = settings.number_bytes, _divide(counts.trained, settings.num_ranks)
     b_trained = b if settings.lora is None else _FP32
     parameters = b * _divide(counts.all - counts.trained, settings.num_ranks) + b_trained * trained
-    device: dict[str, int] = {}
-    host: dict[str, int] = {}
+    device, host = dict[str, int](), dict[str, int]()
     if settings.offloads_parameters:
         host["parameters"] = _pin(settings, parameters)
     else:
@@ -212,8 +207,7 @@ class _Model:
         if experts is not None:
             self.mlp_width = math.ceil(self.copies * experts.width) + experts.shared_width
             self.unrouted_width = experts.shared_width
-        keeps = settings.activations.loss.keeps_logit_gradients
-        self.keeps_logit_gradients = keeps and settings.on_gpu and self.is_full and self.b < _FP32
+        self.keeps_logit_gradients = settings.keeps_logit_gradients(shape)
         # A norm saves each number of its input in its dtype, or in fp32 with the factor of the weight's gradient.
         self.norm_bytes = self.b if shape.has_llama_norms else _FP32 * (1 + self.is_full)
 
@@ -260,8 +254,8 @@ class _Model:
             kept = self.estimate_checkpoint(num_tokens) * (shape.num_layers + 1)
             kept += activations.num_kept * self._estimate_layer_kept(num_tokens)
             if activations.keeps_attention:
-                of_layer = shape.num_heads * (b * shape.head_dim + _FP32)  # output and log-sum-exp of a token
-                kept += (shape.num_layers - activations.num_kept) * num_tokens * of_layer
+                bytes_token = shape.num_heads * (b * shape.head_dim + _FP32)  # output and log-sum-exp of a layer
+                kept += (shape.num_layers - activations.num_kept) * num_tokens * bytes_token
             return kept
         last_norm = between * (shape.hidden_size * (self.norm_bytes + b) + _FP32)
         return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm
@@ -316,7 +310,8 @@ class _Model:
         if self.settings.is_checkpointed and shape.has_llama_norms:  # the input of the first norm is the checkpoint
             norms -= between * shape.hidden_size * b
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
-        attention = b * 2 * heads * shape.head_dim + _FP32 * shape.num_heads
+        kv_heads = shape.num_heads if self.settings.repeats_kv_heads else shape.num_kv_heads
+        attention = b * 2 * (shape.num_heads + kv_heads) * shape.head_dim + _FP32 * shape.num_heads
         mlp = b * (3 * self.mlp_width - shape.has_llama_norms * self.unrouted_width)  # gate, its activation, up
         # Outputs of the norms and of the gated activation: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep separate copies.

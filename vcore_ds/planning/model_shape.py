@@ -116,6 +116,14 @@ _OTHER_NORMS = (
 
 _FOUR_NORMS = re.compile(r"gemma[234]|glm4(?!.*moe)")  # architectures that also normalise outputs of attention and MLP
 
+# Fields that change logits, from `*ForCausalLM.forward` and `*ForConditionalGeneration.forward` of transformers 5.23; a
+# test reads those again.
+FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # of logits or hidden states: Granite, MiniCPM3; Inkling
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
+LOGIT_TRANSFORMS = FACTORS + DIVISORS + SOFTCAPS
+PLAIN_LOGITS = ("gemma3", "mpt")  # architectures that have such fields, but ignore them
+
 REQUIRED_SIZES = ("num_layers", "num_heads", "hidden_size")
 
 
@@ -146,6 +154,7 @@ class ModelShape:
     # Whether norms and gated MLPs are those of Llama, which keep little for the backward (`models/pointwise.py`)
     has_llama_norms: bool = True
     norms_per_layer: int = 2  # norms of hidden states
+    has_plain_logits: bool = True  # whether logits are hidden states times the head's weight, neither scaled nor capped
     is_counted: bool = True  # whether tests compare the memory of a layer's activations with what autograd saves
     experts: Experts | None = None  # None for a dense model
     # Tokens of the longest sequence that the model was made for; None where its configuration does not say
@@ -265,6 +274,7 @@ def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> Mo
         normalizes_heads=model_type.startswith(_NORMALIZED_HEADS),
         has_llama_norms=not model_type.startswith(_OTHER_NORMS),
         norms_per_layer=4 if _FOUR_NORMS.match(model_type) else 2,
+        has_plain_logits=model_type in PLAIN_LOGITS or all(config.get(name) in (None, 1) for name in LOGIT_TRANSFORMS),
         is_counted=model_type in COUNTED,
         experts=experts,
         max_positions=_read_max_positions(config),

@@ -110,6 +110,12 @@ class PassWork:
     reduces: int = 0  # 1 where the gradient is reduced
     # GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU
     attention_again: float = 0.0
+    attention_with_tangents: float = 0.0  # of both, those in the kernel with tangents
+
+    @property
+    def forwards(self) -> float:
+        """Plain forwards of a layer, with those that are computed again."""
+        return self.exchanges - self.reduces - self.num_with_tangents
 
     def count_hidden_state_exchanges(self, num_layers: int) -> tuple[float, float]:
         """Count the exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and
@@ -135,12 +141,6 @@ class PassWork:
         num_active = sum(number * rows * columns for number, rows, columns in shape.list_weight_matrices(active=True))
         return self.linear + count_factors(shape, self.low_rank, active=True) / num_active
 
-    def linear_time_multiple(self, shape: ModelShape) -> float:
-        """The same, with a GEMM in FP8 as half of one."""
-        in_head = 2 * shape.vocabulary_size * shape.hidden_size
-        in_fp8 = 1 - (in_head + routed_flops_per_token(shape)) / linear_flops_per_token(shape)
-        return self.linear_multiple(shape) - 0.5 * self.fp8 * in_fp8
-
     def __add__(self, other: "PassWork") -> "PassWork":
         return PassWork(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
@@ -154,11 +154,14 @@ def derive_tangent_work(settings: MemorySettings, *, is_fused: bool) -> PassWork
     # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. A forward of
     # attention has two GEMMs, its tangent another four, in one kernel; beside FlashAttention's values that kernel has
     # five, as it computes the scores again.
-    fp8, rank, again = int(settings.fp8_tangents), settings.probe_rank, 0.5 if is_fused else 0.0
+    rank, again = settings.probe_rank, 0.5 if is_fused else 0.0
+    work = PassWork(
+        1, 2, gathers=0, exchanges=1, runs=1, fp8=int(settings.fp8_tangents), low_rank=rank or 0,
+        attention_again=again, attention_with_tangents=2 + again,
+    )  # fmt: skip
     if rank is not None:
-        return PassWork(1, 2, gathers=0, exchanges=1, runs=1, fp8=fp8, low_rank=rank, attention_again=again)
-    linear = 2 if settings.lora is None else 1
-    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, fp8=fp8, attention_again=again)
+        return work
+    return replace(work, linear=2 if settings.lora is None else 1, tangent_gathers=1)
 
 
 @dataclass(frozen=True)

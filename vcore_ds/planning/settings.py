@@ -15,6 +15,7 @@ from vcore_ds.config.sections import (
     ProbeConfig,
     UtilityConfig,
 )
+from vcore_ds.planning.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Settings of a run that determine a rank's memory."""
+    """Settings of a run that determine a rank's memory and time."""
 
     num_ranks: int  # ranks that shard the model; a tensor-parallel group counts as one
     # Tokens of the largest main micro-batch on a rank: of a pack, or of unpacked sequences with their padding
@@ -137,4 +138,15 @@ class MemorySettings:
     ranks_of_second_copy: int = 1
     max_live_parameters: int = 10**9
     bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
+    prefetch_numel: int = 5 * 10**7  # elements that DeepSpeed all-gathers beside the layer before
+    reuse_distance: int = 10**9  # parameters between two uses of a layer within which ZeRO-3 keeps it gathered
+    gathers_in_place: bool = False  # `stage3_allgather_sequential`: one all-gather for each parameter, without copies
+    # Whether attention takes keys and values repeated for every query head: on GPUs in fp32, and before torch 2.12
+    repeats_kv_heads: bool = False
     on_gpu: bool = True  # whether ranks compute on GPUs, where a kernel computes the token loss
+
+    def keeps_logit_gradients(self, shape: ModelShape) -> bool:
+        """Whether a forward keeps the gradients by the logits: where a kernel computes the loss of plain logits, not
+        sharded, in 16 bits, and the head is trained."""
+        uses_kernel = self.on_gpu and self.number_bytes == 2 and self.tensor == 1 and shape.has_plain_logits
+        return uses_kernel and self.lora is None and self.activations.loss.keeps_logit_gradients

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepCost, StepModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count, gib, shorten
 from vcore_ds.config.problems import RecipeError, did_you_mean
@@ -20,6 +19,7 @@ from vcore_ds.planning.memory import COALESCING_SHARE, estimate_unsharded_gradie
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, derive_passes, parameter_counts
 from vcore_ds.planning.settings import PlanSettings
+from vcore_ds.planning.step_cost import LaidOutBatch, StepCost, StepModel
 
 MOST_GPUS = 4096  # largest cluster that is searched
 
@@ -213,16 +213,12 @@ def plan_run(
         unsharded = estimate_unsharded_gradients(plan.time_model.shape, memory.settings, counts)
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     step_settings = replace(memory.settings, coalesces_gradients=coalesces)
-    zero = ds_config["zero_optimization"]
-    reuse_distance = int(zero.get("stage3_max_reuse_distance", 10**9))
-    gathers_in_place = bool(zero.get("stage3_allgather_sequential", False))
     passes = derive_passes(settings, memory.settings)
+    time = replace(plan.time_model, number_bytes=memory.settings.number_bytes)
 
     def estimate_cost(achieved: Achieved) -> StepCost:
         achieving = replace(cluster, achieved=achieved)
-        time = replace(plan.time_model, machine=achieving.machine, number_bytes=memory.settings.number_bytes)
-        model = StepModel(time, counts, step_settings, achieving, reuse_distance, gathers_in_place)
-        return model.estimate_step(passes, main, probe)
+        return StepModel(time, counts, step_settings, achieving).estimate_step(passes, main, probe)
 
     return RunPlan(
         settings,

@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import torch
 
-from vcore_ds.commands.plan.step_cost import LaidOutBatch, StepModel
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
 from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, count_rows, write_results
 from vcore_ds.common import __version__
@@ -51,6 +50,7 @@ from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
 from vcore_ds.planning.hardware import FAST, SLOW, Cluster, Gpu, find_gpu
 from vcore_ds.planning.passes import CPU, derive_passes, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.step_cost import LaidOutBatch, StepModel
 from vcore_ds.training import console, run_folder
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
 from vcore_ds.training.faults import advising_on_memory, warn_of_non_finite
@@ -190,9 +190,9 @@ class Scoring:
             step = 1 + len(positions) // MOST_LAID_OUT
             main = self._lay_out(positions[::step])
             for i, achieved in enumerate((cluster.achieved, FAST, SLOW)):
-                speeds = replace(cluster, achieved=achieved)
-                time_model = replace(plan.time_model, machine=speeds.machine, number_bytes=settings.number_bytes)
-                cost = StepModel(time_model, counts, settings, speeds).estimate_step(passes, [main], [probe]).seconds
+                time_model = replace(plan.time_model, number_bytes=settings.number_bytes)
+                model = StepModel(time_model, counts, settings, replace(cluster, achieved=achieved))
+                cost = model.estimate_step(passes, [main], [probe]).seconds
                 seconds[i] += cost["probe"] + cost["utility"] * step
         typical, fast, slow = map(duration, seconds)
         return f"{text}; {typical} ({fast} to {slow}) after loading and checks"

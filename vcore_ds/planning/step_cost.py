@@ -1,9 +1,5 @@
-"""Seconds and bytes of an optimizer step on a named cluster, by the formula of `planning.passes`.
-
-Every pass is counted in multiples of one forward (`planning.passes`). Everything runs at an assumed share of the peak
-(`hardware.Achieved`); all-gathers and reduce-scatters hide behind a share of the GEMMs. docs/planning.md has the
-formulas.
-"""
+"""Seconds and bytes of an optimizer step on a cluster: counted FLOP, bytes of memory traffic and transfers, each at the
+speed that it reaches (`hardware.Achieved`). docs/planning.md has the formula."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,8 +7,10 @@ from dataclasses import dataclass, field
 
 from vcore_ds.planning.batch_layout import BatchLayout, list_padded_lengths
 from vcore_ds.planning.hardware import (
+    EAGER,
     EXCHANGES_OF_EXPERTS,
     Cluster,
+    KernelTraffic,
     Traffic,
     estimate_exchange_traffic,
     estimate_gather_traffic,
@@ -20,6 +18,7 @@ from vcore_ds.planning.hardware import (
 from vcore_ds.planning.memory import PHASES, Phase
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import (
+    FORWARD,
     ParameterCounts,
     PassWork,
     StepPasses,
@@ -90,13 +89,11 @@ class StepCost:
 class StepModel:
     """A model and a cluster, for the costs of steps."""
 
-    time: TimeModel  # of a GPU's shard of every layer, with the cluster's speeds
+    time: TimeModel  # of a GPU's shard of every layer
     counts: ParameterCounts  # with tensor parallelism, of the part that one GPU has
     settings: MemorySettings
     cluster: Cluster
-    reuse_distance: int = 10**9  # parameters between two uses of a layer within which ZeRO-3 keeps it gathered
-    # DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies
-    gathers_in_place: bool = False
+    kernels: KernelTraffic | None = None  # None for those that a run takes
 
     def estimate_step(
         self, passes: StepPasses, main: Sequence[LaidOutBatch], probe: Sequence[LaidOutBatch]
@@ -117,62 +114,106 @@ class StepModel:
     def _add_pass(self, cost: StepCost, phase: Phase, work: PassWork, batch: LaidOutBatch, weight: float) -> None:
         """Add all micro-steps of one pass over one batch."""
         last, (lengths, batch_layout) = len(batch[1].micro_steps) - 1, batch
-        k = batch_layout.sequence_parallel
+        settings, k = self.settings, batch_layout.sequence_parallel
+
+        def measure_group(positions: Sequence[int]) -> tuple[float, float]:
+            """Tokens of a rank, and their squares in causal attention."""
+            unpadded = [lengths[i] for i in positions]
+            padded = list_padded_lengths(unpadded, k, is_packed=batch_layout.is_packed)
+            return sum(padded) / k, sum(n * n for n in (unpadded if batch_layout.is_packed else padded)) / k
+
         for step, groups in enumerate(batch_layout.micro_steps):
-            # The slowest group: seconds of linear layers and of attention in a forward, and tokens on a rank.
-            linear = attention = tokens = 0.0
-            for positions in groups:
-                unpadded = [lengths[i] for i in positions]
-                padded = list_padded_lengths(unpadded, k, is_packed=batch_layout.is_packed)
-                squares = sum(n * n for n in (unpadded if batch_layout.is_packed else padded))
-                group = self._estimate_forward(sum(padded) / k, squares / k)
-                if sum(group) > linear + attention:
-                    (linear, attention), tokens = group, sum(padded) / k
-            reduces = work.reduces > 0 and (step == last or not self.settings.coalesces_gradients)
+            slowest = max(map(measure_group, groups), key=lambda group: self._estimate_compute(FORWARD, *group))
+            reduces = work.reduces > 0 and (step == last or not settings.coalesces_gradients)
             # ZeRO++'s second copy is made by the first all-gather of a step, which crosses all ranks.
             makes_copy = self._num_in_copy < self.time.num_ranks and phase == "main" and step == 0
-            compute = self._estimate_compute(work, linear, attention, tokens)
-            gathered = self._estimate_gathers(work, makes_copy, reduces=reduces)
-            exchange_seconds, exchanged = self._estimate_exchanges(work, k, tokens)
-            gather_seconds = sum((moved.seconds(self.time.machine) for moved in gathered.values()), 0.0)
-            gather_seconds += self._count_host_bytes(work) / _HOST_LINK
-            gather_seconds += self._estimate_ring_seconds(work, makes_copy, reduces=reduces)
-            hidden = self.cluster.achieved.hidden * compute
-            seconds = compute + exchange_seconds + max(gather_seconds - hidden, _NEVER_HIDDEN * gather_seconds)
+            compute = self._estimate_compute(work, *slowest)
+            exposed, gathered = self._estimate_exposed(work, compute, makes_copy, reduces=reduces)
+            exchange_seconds, exchanged = self._estimate_exchanges(work, k, slowest[0])
+            seconds = compute + exchange_seconds + exposed
             seconds += work.runs * self.time.shape.num_layers * self.cluster.achieved.layer_overhead
-            if self.settings.offloads_checkpoints and work.reduces:
-                numbers = tokens / self.settings.tensor * self.time.shape.hidden_size * (self.time.shape.num_layers + 1)
-                seconds += 2 * self.settings.number_bytes * numbers / _HOST_LINK
+            if settings.offloads_checkpoints and work.reduces:
+                numbers = slowest[0] / settings.tensor * self.time.shape.hidden_size * (self.time.shape.num_layers + 1)
+                seconds += 2 * settings.number_bytes * numbers / _HOST_LINK
             # The device waits where the host needs longer to launch a pass than the device to compute it.
             seconds = max(seconds, self._estimate_launch_seconds(work, makes_copy))
             cost.add(phase, seconds, weight, gathered | exchanged)
 
-    def _estimate_forward(self, tokens: float, squares: float) -> tuple[float, float]:
-        """Estimate the seconds of linear layers, head included, and of attention for a group's tokens on a rank. All
-        ranks of an expert-parallel group wait for the one that is sent most tokens."""
-        shape, machine = self.time.shape, self.time.machine
-        flops = linear_flops_per_token(shape) + (self.settings.expert_load - 1) * routed_flops_per_token(shape)
-        squares *= self.time.seconds_per_token / shape.attention_length * machine.flops / self.cluster.attention_flops
-        return flops / machine.flops * tokens, squares
+    def _estimate_compute(self, work: PassWork, tokens: float, squares: float) -> float:
+        """Estimate the seconds of a micro-step's kernels on one rank: FLOP of GEMMs and of attention at the rates that
+        they reach, and bytes of memory traffic, which GEMMs and all other kernels read and write once. All ranks of an
+        expert-parallel group wait for the one that is sent most tokens."""
+        settings, shape, cluster = self.settings, self.time.shape, self.cluster
+        head, routed = 2 * shape.vocabulary_size * shape.hidden_size, routed_flops_per_token(shape)
+        layers, multiple = linear_flops_per_token(shape) - head, work.linear_multiple(shape)
+        # Logits are not recomputed with the layers, and the tangents share a GEMM with the gradient.
+        others = self._computes_logits_again - (work.forwards - 1) - work.num_with_tangents
+        head_multiple = multiple + work.reduces * others
+        flops = multiple * (layers + (settings.expert_load - 1) * routed) - 0.5 * work.fp8 * (layers - routed)
+        seconds = (flops + head_multiple * head) * tokens / cluster.machine.flops
+        attention = work.attention + work.attention_again - work.attention_with_tangents
+        per_square = 2 * shape.num_layers * shape.num_heads * shape.head_dim * squares
+        seconds += per_square * attention / cluster.attention_flops
+        seconds += per_square * work.attention_with_tangents / cluster.tangent_attention_flops
+        num_bytes = self._count_layer_bytes(work, multiple, tokens) + self._count_loss_bytes(
+            work, head_multiple, tokens
+        )
+        num_bytes += work.fp8 * quantized_bytes(shape, tokens)
+        trained = self.counts.trained  # reduced: copied to the bucket and out of it, divided, and added in fp32
+        num_bytes += work.reduces * trained * (6 * settings.number_bytes + 16 / self.time.num_ranks)
+        return seconds + num_bytes / cluster.memory_bandwidth
 
-    def _estimate_compute(self, work: PassWork, linear: float, attention: float, tokens: float) -> float:
-        """Estimate the seconds of a micro-step's GEMMs, of which a forward takes `linear` and `attention`."""
-        shape, machine = self.time.shape, self.time.machine
-        head = 2 * shape.vocabulary_size * shape.hidden_size / machine.flops
-        empty_pass = self.time.read * self.time.seconds_per_token + machine.half_speed_tokens * head
-        compute = work.linear_time_multiple(shape) * (linear + empty_pass)
-        compute += (work.attention + work.attention_again) * attention
-        return compute + work.fp8 * quantized_bytes(shape, tokens) / self.cluster.memory_bandwidth
+    @property
+    def _computes_logits_again(self) -> bool:
+        return self.settings.lora is None and not self.settings.keeps_logit_gradients(self.time.shape)
+
+    @property
+    def _kernels(self) -> KernelTraffic:
+        return self.kernels or (KernelTraffic() if self.time.shape.has_llama_norms else EAGER)
+
+    def _count_layer_bytes(self, work: PassWork, multiple: float, tokens: float) -> float:
+        """Count the memory traffic of a pass over all layers; `multiple`: of a forward's GEMMs."""
+        shape, kernels, b = self.time.shape, self._kernels, self.settings.number_bytes
+        hidden, width = shape.hidden_size, shape.intermediate_size
+        if shape.experts is not None:
+            width = shape.experts.active_width
+        heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        weights = shape.num_layers * shape.layer_parameters + shape.idle_parameters
+        weights -= shape.remote_expert_parameters(self.settings.expert)
+        # Inputs and outputs of queries, keys, values, output, gate, up, down; weights once.
+        in_gemms = multiple * b * ((7 * hidden + 3 * width + 2 * heads) * tokens * shape.num_layers + weights)
+        between = hidden / self.settings.tensor  # numbers of each token between the layers' halves
+        normalized = shape.norms_per_layer * between + shape.normalizes_heads * heads
+        passes = (work.forwards, work.reduces, work.num_with_tangents)
+        per_token = sum(
+            number * (norm * normalized + rotary * heads + gate * width + residual * between)
+            for number, norm, rotary, gate, residual in zip(
+                passes, kernels.norm, kernels.rotary, kernels.gate, (12, 6, 12), strict=True
+            )
+        )
+        return in_gemms + b / 2 * per_token * tokens * shape.num_layers
+
+    def _count_loss_bytes(self, work: PassWork, multiple: float, tokens: float) -> float:
+        """Count the memory traffic of the head and the token loss; `multiple`: of the head's GEMMs."""
+        shape, kernels, b = self.time.shape, self._kernels, self.settings.number_bytes
+        logits, embedding = tokens * shape.vocabulary_size, shape.vocabulary_size * shape.hidden_size
+        num_blocks = math.ceil(4 * logits / self.settings.activations.loss.block_bytes)
+        again = work.reduces * self._computes_logits_again
+        num_forwards = work.runs - work.reduces - work.num_with_tangents
+        in_loss = logits * (kernels.loss[0] * num_forwards + kernels.loss[1] * again)
+        sums = again * (num_blocks if kernels.adds_blocks else 1)
+        # A GEMM writes logits in fp32 or reads their gradients in 16 bits: 3 bytes in the mean.
+        return in_loss + (2 + 4 * 2) * sums * embedding + multiple * (3 * logits + num_blocks * b * embedding)
 
     def _estimate_exchanges(self, work: PassWork, k: int, tokens: float) -> tuple[float, dict[str, Traffic]]:
         """Estimate the seconds and bytes of exchanges within sequence-, expert- and tensor-parallel groups."""
-        settings, shape, machine = self.settings, self.time.shape, self.time.machine
-        seconds, moved = 0.0, dict[str, Traffic]()
-        if k > 1:
-            units = self.time.estimate_exchange(k) * tokens + self.time.estimate_exchange_latency(k)
-            seconds += work.exchanges * units * self.time.seconds_per_token
-            numbers = tokens * shape.num_layers * work.exchanges
-            moved["sequence-parallel activations"] = self.time.estimate_exchange_traffic(k) * numbers
+        settings, shape, machine = self.settings, self.time.shape, self.cluster.machine
+        moved, num_exchanges, seconds = dict[str, Traffic](), 0.0, 0.0
+        if k > 1:  # of queries, keys and values, and of outputs
+            moved["sequence-parallel activations"] = self.time.estimate_exchange_traffic(k) * (
+                tokens * shape.num_layers * work.exchanges
+            )
+            num_exchanges += 2 * work.exchanges * shape.num_layers
         if settings.expert > 1:
             # Hidden states are sent to each of a token's experts in each layer, and back.
             experts = shape.experts
@@ -180,24 +221,43 @@ class StepModel:
             num_bytes = settings.number_bytes * (copies * shape.hidden_size) * tokens * work.exchanges
             traffic = estimate_exchange_traffic(num_bytes, settings.expert, self.time.ranks_per_node)
             moved["expert-parallel tokens"] = traffic
-            num_exchanges = work.exchanges * EXCHANGES_OF_EXPERTS * shape.num_layers
-            seconds += settings.expert_load * traffic.seconds(machine) + num_exchanges * machine.exchange_latency
+            num_exchanges += work.exchanges * EXCHANGES_OF_EXPERTS * shape.num_layers
+            seconds += (settings.expert_load - 1) * traffic.seconds(machine)
         if settings.tensor > 1:
-            traffic, num_exchanges = self.estimate_tensor_exchanges(work, tokens)
-            moved["tensor-parallel activations"] = traffic
-            seconds += traffic.seconds(machine) + num_exchanges * machine.exchange_latency
-        return seconds, moved
+            moved["tensor-parallel activations"], number = self.estimate_tensor_exchanges(work, tokens)
+            num_exchanges += number
+        seconds += sum(traffic.seconds(machine) for traffic in moved.values())
+        return seconds + num_exchanges * machine.exchange_latency, moved
 
-    def _estimate_ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
-        """Estimate the latency of the all-gathers and reduce-scatters of one micro-step: one for each layer, embedding
-        and head, or one for each parameter."""
+    def _estimate_exposed(
+        self, work: PassWork, compute: float, makes_copy: bool, *, reduces: bool
+    ) -> tuple[float, dict[str, Traffic]]:
+        """Estimate the seconds of all-gathers and reduce-scatters that a micro-step waits for, and their bytes.
+
+        DeepSpeed all-gathers `prefetch_numel` elements of the next layer beside the present one, and the rest when the
+        layer begins; this, and the first layer, nothing hides. The others overlap with a share of the kernels.
+        """
+        moved, machine = self._estimate_gathers(work, makes_copy, reduces=reduces), self.cluster.machine
         num_layers, in_node = self.time.shape.num_layers, self.time.ranks_per_node
+        # Latencies: one all-gather for each layer, embedding and head, or one for each parameter.
         over_all_ranks = self.cluster.ring_seconds(self.time.num_ranks, in_node)
         within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
-        num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.gathers_in_place else 1)
-        num_others = (2 + num_layers) * (work.tangent_gathers + int(reduces))
-        seconds_gathers = work.gathers * within_copy + makes_copy * (over_all_ranks - within_copy)
-        return num_gathers * seconds_gathers + num_others * over_all_ranks
+        num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.settings.gathers_in_place else 1)
+        parameters = moved["parameters"].seconds(machine)
+        parameters += num_gathers * (work.gathers * within_copy + makes_copy * (over_all_ranks - within_copy))
+        others = sum((traffic.seconds(machine) for kind, traffic in moved.items() if kind != "parameters"), 0.0)
+        others += (2 + num_layers) * (work.tangent_gathers + int(reduces)) * over_all_ranks
+        others += self._count_host_bytes(work) / _HOST_LINK
+        late = parameters * max(0.0, 1 - self.settings.prefetch_numel / self._count_layer())
+        hideable = parameters + others - late
+        exposed = late + max(hideable - self.cluster.achieved.hidden * compute, _NEVER_HIDDEN * hideable)
+        return exposed, moved
+
+    def _count_layer(self) -> float:
+        """Parameters of a layer that are all-gathered, mean of the layers."""
+        shape = self.time.shape
+        embeddings = shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
+        return (self.counts.all - embeddings - shape.remote_expert_parameters(self.settings.expert)) / shape.num_layers
 
     def _estimate_launch_seconds(self, work: PassWork, makes_copy: bool) -> float:
         """Estimate the host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the
@@ -205,7 +265,7 @@ class StepModel:
         achieved = self.cluster.achieved
         per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
         per_layer += work.fp8 * achieved.fp8_overhead + work.reduces * achieved.backward_overhead
-        if not self.gathers_in_place and self.time.num_ranks > 1:
+        if not self.settings.gathers_in_place and self.time.num_ranks > 1:
             num_ranks = work.gathers * self._num_in_copy + makes_copy * (self.time.num_ranks - self._num_in_copy)
             per_layer += num_ranks * achieved.gather_overhead
         return self.time.shape.num_layers * per_layer
@@ -222,8 +282,9 @@ class StepModel:
         others = count_factors(shape, rank) - expert_part
         # An all-reduce is a reduce-scatter and an all-gather.
         traffic = self.time.estimate_gather(2 * _FP32 * others, 2 * _FP32 * expert_part)
-        seconds = 4 * rank * self.counts.trained / self.time.num_ranks / self.time.machine.flops
-        seconds += traffic.seconds(self.time.machine)
+        seconds = 4 * rank * self.counts.trained / self.time.num_ranks / self.cluster.machine.flops
+        seconds += traffic.seconds(self.cluster.machine)
+        seconds += self.cluster.achieved.factorization * sum(number for number, *_ in shape.list_weight_matrices())
         cost.add("probe", seconds, weight * self.settings.rank_passes, {"factors of the direction": traffic})
 
     def estimate_tensor_exchanges(self, work: PassWork, num_tokens: float) -> tuple[Traffic, float]:
@@ -261,11 +322,10 @@ class StepModel:
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
         any case; the head, where twice its own are fewer.
         """
-        shape, b, reuse = self.time.shape, self.settings.number_bytes, self.reuse_distance
+        shape, b, reuse = self.time.shape, self.settings.number_bytes, self.settings.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
-        layer = (self.counts.all - embeddings - shape.remote_expert_parameters(self.settings.expert)) / shape.num_layers
-        num_kept = max(1, math.ceil((reuse - head) / layer))
+        num_kept = max(1, math.ceil((reuse - head) / self._count_layer()))
         share = max(0, shape.num_layers - num_kept) / shape.num_layers
         head_again = b * head if reuse <= 2 * head else 0
         return share * (others - b * embeddings) + head_again, share * expert_part
@@ -281,10 +341,7 @@ class StepModel:
         """Add the optimizer's update and the direction's: bytes of a shard, read and written."""
         settings, memory = self.settings, self.cluster.memory_bandwidth
         shard = self.counts.trained / self.time.num_ranks
-        # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
-        # three and the parameter.
-        moments = 0 if settings.optimizer == "sgd" else 4 * _FP32
-        update = (3 + 1 + 2) * _FP32 + moments + settings.number_bytes
+        update = self._kernels.update - (0 if settings.optimizer != "sgd" else 4 * _FP32) + settings.number_bytes
         if settings.offloads_optimizer:
             cost.add("step", shard * update / _HOST_MEMORY + shard * settings.number_bytes / _HOST_LINK, 1.0)
         else:
@@ -312,7 +369,7 @@ class StepModel:
         flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)
         shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self.time.num_ranks
         traffic = estimate_exchange_traffic(num_exchanges * shard, self.time.num_ranks, self.time.ranks_per_node)
-        seconds = traffic.seconds(self.time.machine) + flops / self.time.num_ranks / self.time.machine.flops
+        seconds = traffic.seconds(self.cluster.machine) + flops / self.time.num_ranks / self.cluster.machine.flops
         cost.add(phase, seconds, weight, {"matrices of Muon": traffic})
 
     def _estimate_trained_traffic(self, number_bytes: int) -> Traffic:
