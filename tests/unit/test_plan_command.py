@@ -91,6 +91,27 @@ def test_the_table_has_both_methods_and_the_assumptions(capsys: pytest.CaptureFi
     assert "fused attention 330 TFLOP/s" in text
 
 
+def test_plans_name_the_faster_deepspeed_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of Qwen3-32B has 487.6 million parameters. A prefetch of 50 million exposes the rest, of which 7/8 arrive
+    from other nodes over eight adapters, in the forward and the backward of 64 layers."""
+    words = [str(RECIPE), "methods/sft.yaml", "--gpus", "64"]
+    small, large, hierarchical = (
+        f"engine.deepspeed_config=ds_configs/zero3_bf16{x}.json" for x in ("", "_large", "_hierarchical")
+    )
+    plans = [one["seconds_step"] for one in read_plan(capsys, *words, "--compare", small, large)[1:]]
+    exposed = 2 * 64 * (487.6e6 - 50e6) * 2 * 7 / 8 / 8 / (0.84 * 50e9)
+    assert exposed == pytest.approx(0.29, abs=0.01) and plans[0] - plans[1] == pytest.approx(exposed, rel=0.05)
+    assert main(["plan", *words, small]) == 0
+    assert f"Faster: {large}, {plans[1]:.2f} instead of {plans[0]:.2f} s per step (sft)" in capsys.readouterr().out
+    assert main(["plan", *words]) == 0 and "Faster" not in capsys.readouterr().out
+    # On B200s the computation of a small batch hides less, and gathers within nodes pay.
+    assert main(["plan", str(RECIPE), "--gpus", "64", "--gpu", "B200"]) == 0
+    line = re.search(f"Faster: {hierarchical}, ([0-9.]+) instead of ([0-9.]+) s", capsys.readouterr().out)
+    assert line is not None and float(line[1]) < 0.9 * float(line[2])
+    assert main(["plan", str(RECIPE), "--gpus", "8", "--gpu", "B200"]) == 0
+    assert hierarchical not in capsys.readouterr().out
+
+
 def test_auto_recomputes_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpus", "64", "--compare", "model.gradient_checkpointing=auto", RECOMPUTES_ALL]
     chosen, recomputed = read_plan(capsys, str(RECIPE), *words)[1:]

@@ -8,7 +8,7 @@ from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
 from vcore_ds.commands.plan.columns import GPU_OPTIONS, Column, PlanTable, build_table
-from vcore_ds.commands.plan.prediction import SIMULATED_MEAN, warn_of_positions
+from vcore_ds.commands.plan.prediction import SIMULATED_MEAN, find_faster_config, warn_of_positions
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.fit import describe_recomputation, find_shortage, format_memory_changes
@@ -66,6 +66,9 @@ def describe(table: PlanTable) -> str:
     for title, plan in ((column.title, column.plan) for column in table.columns if not column.plan.fits):
         changes += ["", f"{title} does not fit. These need less memory:"]
         changes += format_memory_changes(plan.memory, plan.available)
+    if (faster := find_faster_config(plan := table.recipe_plan)) is not None:
+        seconds = f"{faster[1].cost.seconds_step:,.2f} instead of {plan.cost.seconds_step:,.2f} s per step"
+        changes += ["", f"Faster: {faster[0]}, {seconds} ({plan.settings.method.name})"]
     lines = [
         f"Plan: {table.recipe_name} on {first.cluster.describe()}",
         *(f"  {line}" for line in align_columns(list(_list_rows(table.columns)), left=("verdict",))),
