@@ -1,19 +1,16 @@
 """The quickstart: train a pretrained model on recorded solutions or on the user's file, prepared on the way."""
 
-import hashlib
 import itertools
-import json
-import random
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch_scripts.quickstart_data import prepare_model, prepare_quickstart_data, write_if_new
+from launch_scripts.quickstart_data import prepare_model, prepare_quickstart_data
 from vcore_ds.commands.evaluate import evaluate_run
 from vcore_ds.commands.report import write_report
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading, writing
+from vcore_ds.common.paths import reading
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.data.cache import check_source
@@ -40,12 +37,14 @@ def prepare(overrides: Sequence[str]) -> list[str]:
 
 
 def load_with_additions(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """Load the recipe, and overrides that the user's need: no steps beside epochs, and the quickstart's trusted traces
-    for its data (presets/trusted.yaml)."""
+    """Load the recipe, and overrides that the user's need: no steps beside epochs, no held-out sets beside a share, and
+    the quickstart's trusted traces for its data (presets/trusted.yaml)."""
     given = {override.partition("=")[0] for override in overrides}
     added = []
     if "schedule.num_epochs" in given and "schedule.num_steps" not in given:
         added.append(make_override("schedule.num_steps", None))
+    if "data.validation_share" in given:
+        added.append(make_override("data.validation_path", None))
     try:
         return load_recipe(RECIPE, [*added, *overrides]), added
     except UserError:
@@ -79,41 +78,28 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
             values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
         values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
         if "data.validation_path" not in chosen:
-            # Scores and reference log-probabilities are of all rows.
-            is_whole = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
-            split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
+            split = {"data.validation_path": None, "data.validation_share": choose_share(recipe.data.train_name())}
     kept = {key: value for key, value in values.items() if key not in chosen} | split
     return [make_override(key, value) for key, value in kept.items()]
 
 
-def split_rows(source: str) -> dict[str, Any]:
-    """Copy a file of conversations in two: rows to train on, and a tenth to hold out, `MOST_HELD_OUT` at most. Blank
-    lines in the place of the others keep the rows' numbers. Returns the copies as values of a recipe; other data than
-    a single file are not split."""
+def choose_share(source: str) -> float | None:
+    """Choose `data.validation_share` for a file of conversations: a tenth of its rows, `MOST_HELD_OUT` at most; None
+    for other data than a single file, and for a single row."""
     path = Path(source)
     if not path.is_file():
         print(f"{source}: not a single file, so nothing is held out; data.validation_path names data to hold out")
-        return {"data.validation_path": None}
+        return None
     with reading("", path, "conversations that can be read"):
         if path.suffix.lower() == ".jsonl":
-            lines = path.read_bytes().split(b"\n")
+            number = sum(bool(line.strip()) for line in path.read_bytes().split(b"\n"))
         else:
-            lines = [json.dumps(row, default=str).encode() for row in find_files([source], "train")[0].rows()]
-    numbers = [i for i, line in enumerate(lines) if line.strip()]
-    size = min(MOST_HELD_OUT, max(1, len(numbers) // 10), len(numbers) - 1)
-    held_out = set(random.Random(0).sample(numbers, max(0, size)))
-    folder = DATA / f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    copies = {"data.train_path": folder / f"{path.stem}.jsonl"}
-    if held_out:
-        copies["data.validation_path"] = folder / f"{path.stem}_held_out.jsonl"
-    for key, copy in copies.items():
-        is_here = [(i in held_out) == (key == "data.validation_path") for i in range(len(lines))]
-        content = b"\n".join(line if here else b"" for line, here in zip(lines, is_here, strict=True))
-        with writing("the quickstart's folder", copy):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_if_new(copy, content)
-    print(f"{source}: {len(numbers):,} rows, {len(held_out)} of them held out (data.validation_path names other data)")
-    return {"data.validation_path": None, **copies}
+            number = sum(1 for _ in find_files([source], "train")[0].rows())
+    if number < 2:
+        return None
+    share = min(0.1, MOST_HELD_OUT / number)
+    print(f"{source}: {number:,} rows, {share:.2g} of them held out (data.validation_share)")
+    return share
 
 
 def finish(run: Path, evaluates: bool) -> None:

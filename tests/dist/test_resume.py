@@ -489,8 +489,8 @@ def keep_best_checkpoints(folder: Path) -> dict[str, Any]:
     resumed_runs.run_until(recipe, 1, 2)
     with recording_console() as lines:
         path = resumed_runs.run_to_end(recipe, 3)
-    losses = {line["step"]: line["validation_loss"] for line in resumed_runs.read_deterministic_metrics(path)[:-1]}
-    losses[NUM_STEPS] = json.loads((path / "held_out.json").read_text())["after"][""]
+    losses = {line["step"]: line["validation_loss"] for line in resumed_runs.read_deterministic_metrics(path)}
+    assert losses[NUM_STEPS] == json.loads((path / "held_out.json").read_text())["after"][""]
     return {"losses": losses, "lines": lines, "checkpoints": list_checkpoints(path)}
 
 

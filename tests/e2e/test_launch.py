@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -208,20 +208,21 @@ def test_the_script_on_two_ranks_with_finite_differences_and_lora(setup: TinySet
 def test_sft_reports_validation_losses(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     run = fork([RECIPE, *setup.overrides(folder, "methods/sft.yaml", "run.validate_every=1")], folder)
-    check_folder(run, read_recipe(run), some={"validation_loss"})
+    check_folder(run, read_recipe(run), evaluated={1, 2})
     first, second = read_metrics(folder)
-    assert first["validation_loss"] < run.held_out_losses[0] and "validation_loss" not in second
+    assert second["validation_loss"] == pytest.approx(run.held_out_losses[1], abs=1e-4)
+    assert second["validation_loss"] < first["validation_loss"] < run.held_out_losses[0]
     assert first["alpha"] == 1.0 and first["loss"] == pytest.approx(first["weighted_loss"], rel=1e-6)
     assert first["probe_loss"] is None and first["utility_mean"] is None
     check_model(run, setup, setup.untied)
 
 
-def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: frozenset[str] = frozenset()) -> int:
+def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), evaluated: Collection[int] = (2,)) -> int:
     """Check a run's folder except for the exported model; returns the number of ranks.
 
     Args:
         also: additional keys of every line of metrics.jsonl.
-        some: additional keys of some of its lines.
+        evaluated: steps with a held-out loss.
     """
     assert (run.folder / "recipe.yaml").read_text() == dump_recipe(recipe)
     environment = read_environment(run)
@@ -233,7 +234,7 @@ def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: 
     assert [line["step"] for line in lines] == [1, 2]
     assert [line["epoch"] for line in lines] == pytest.approx([4 / 12, 8 / 12])
     for line in lines:
-        assert set(line) - set(some) == METRICS | set(also)
+        assert set(line) == METRICS | set(also) | ({"validation_loss"} if line["step"] in evaluated else set())
         assert line["sequences"] == 4 and line["supervised_tokens"] > 4
         assert all(math.isfinite(value) for value in line.values() if value is not None)
         parts = line["seconds_probe"] + line["seconds_utility"] + line["seconds_main"] + line["seconds_step"]

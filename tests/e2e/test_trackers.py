@@ -1,8 +1,8 @@
 """Files that the trackers of real runs write: TensorBoard's events and offline runs of Weights & Biases."""
 
+import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,6 +10,7 @@ from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
+from vcore_ds.training.token_records import read_records
 
 pytest.importorskip("tensorboard", reason="TENSORBOARD IS NOT TESTED HERE: it is in the test extra")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -32,7 +33,9 @@ def train(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: s
         "checkpoint.every_steps=2",
         "checkpoint.keep_last=9",
         "track.trackers=[tensorboard]",
-        "run.validate_every=3",
+        "data.validation_path=null",
+        "data.validation_share=0.3",
+        "run.validate_every=auto",
         *changes,
     )
     with ForkedJob(main, ["train", RECIPE, *overrides], log, num_ranks=num_ranks, **environment) as job:
@@ -50,9 +53,11 @@ def read_events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
 
 
-def check_scalars(events: EventAccumulator, lines: list[dict[str, Any]]) -> None:
-    """Assert that TensorBoard has every number of metrics.jsonl once, in fp32."""
-    expected: dict[str, dict[int, float]] = {}
+def check_scalars(events: EventAccumulator, folder: Path) -> None:
+    """Assert that TensorBoard has every number of metrics.jsonl once, in fp32, and the held-out loss at the start."""
+    lines = read_metrics(folder)
+    before = json.loads((folder / "held_out.json").read_text())["before"][""]
+    expected: dict[str, dict[int, float]] = {"validation_loss": {0: before}}
     for line in lines:
         for key, value in line.items():
             if key != "step" and value is not None:
@@ -74,14 +79,24 @@ def test_tensorboard_and_wandb_have_all_metrics_also_after_resuming(setup: TinyS
     assert "warning: " not in output and "Weights & Biases: offline" in output
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    check_scalars(read_events(folder), lines)
+    check_scalars(read_events(folder), folder)
+    # A tenth of four steps is one; the last loss is the result's.
+    losses, held_out = [line["validation_loss"] for line in lines], json.loads((folder / "held_out.json").read_text())
+    assert losses[-1] == held_out["after"][""] < losses[0] < held_out["before"][""]
+    rows = json.loads((folder / "held_out_rows.json").read_text())
+    numbers, num_rows = rows[str(setup.train)], len(setup.train.read_text().splitlines())
+    assert len(numbers) == round(0.3 * num_rows) and len(rows) == 1
+    trained = {one.sequence_id + 1 for record in read_records(folder) for one in record.sequences}
+    assert trained <= set(range(1, num_rows + 1)) - set(numbers)
     (text,) = read_events(folder).Tensors("recipe/text_summary")
     assert "    run:\n" in text.tensor_proto.string_val[0].decode()
 
     rewind_to_step_2(folder)
     assert "Resumed after step 2" in train(setup, folder, tmp_path / "2.log", 2, *changes, **OFFLINE)
     assert len((folder / "metrics_lost.jsonl").read_text().splitlines()) == 2
-    check_scalars(read_events(folder), read_metrics(folder))
+    check_scalars(read_events(folder), folder)
+    assert [line["validation_loss"] for line in read_metrics(folder)] == losses
+    assert json.loads((folder / "held_out_rows.json").read_text()) == rows
 
     kept = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     run_id = (folder / "trackers" / "wandb_run_id").read_text().strip()
@@ -99,7 +114,7 @@ def test_a_failing_tracker_only_causes_a_warning(setup: TinySetup, tmp_path: Pat
     rewind_to_step_2(folder)
     shutil.rmtree(folder / "tensorboard")
     (folder / "tensorboard").write_text("in the way")
-    output = train(setup, folder, tmp_path / "2.log", 1)
+    output = train(setup, folder, tmp_path / "2.log", 1, "run.validate_every=null")  # which changes no step
     warned = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert len(warned) == 1 and warned[0].startswith("warning: track.trackers: tensorboard: "), output
     assert [line["loss"] for line in read_metrics(folder)] == [line["loss"] for line in before]

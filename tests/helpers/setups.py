@@ -45,6 +45,7 @@ class TinySetup:
             "schedule.num_steps=2",
             f"run.output_dir={output_dir}",
             "run.num_followed_traces=0",
+            "run.validate_every=null",
             *changes,
         ]
 

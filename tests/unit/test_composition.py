@@ -319,7 +319,7 @@ def test_the_quickstart_runs_in_any_checkout(checkout: str, monkeypatch: pytest.
 def test_the_quickstart_trains_on_a_users_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """An epoch of it, a tenth of its rows held out, and the rows of both copies where they are in the file."""
+    """An epoch of it, a tenth of its rows held out."""
     monkeypatch.setattr(quickstart, "DATA", folder / "data")
     monkeypatch.setattr(quickstart, "REPOSITORY", folder)
     rows = [json.dumps({"messages": [{"role": "user", "content": str(i)}]}) for i in range(40)]
@@ -337,21 +337,17 @@ def test_the_quickstart_trains_on_a_users_file(
         made = load("mine.yaml") if path == mine else load(f"data.train_path={path}")
         assert (made.schedule.num_steps, made.schedule.num_epochs) == (None, 1)
         assert made.data.cutoff_length == quickstart.OWN_CUTOFF_LENGTH > load_recipe(QUICKSTART).data.cutoff_length
-        copies = made.data.train_path, made.data.validation_path
-        training, held_out = (Path(copy).read_text().split("\n") for copy in copies)
-        lines = rows if path == mine else text.split("\n")
-        assert [trained or held for trained, held in zip(training, held_out, strict=True)] == lines
-        assert sum(map(bool, held_out)) == 4 and sum(map(bool, training)) == 36
-        assert "40 rows, 4 of them held out" in capsys.readouterr().out
-    before = Path(made.data.train_path).stat()
-    chosen = load("mine.yaml", "schedule.num_steps=8", "data.cutoff_length=99")
-    assert Path(made.data.train_path).stat() == before  # so that its token store is found again
+        assert (made.data.train_path, made.data.validation_path, made.data.validation_share) == (str(path), None, 0.1)
+        assert "40 rows, 0.1 of them held out" in capsys.readouterr().out
+    chosen = load("mine.yaml", "schedule.num_steps=8", "data.cutoff_length=99", "data.validation_share=0.5")
+    assert (chosen.data.validation_path, chosen.data.validation_share) == (None, 0.5)
     assert (chosen.schedule.num_steps, chosen.data.cutoff_length) == (8, 99)
     epochs = load("mine.yaml", "data.validation_path=null", "schedule.num_epochs=3")
     assert (epochs.schedule.num_steps, epochs.schedule.num_epochs) == (None, 3)
-    scored = load("mine.yaml", "data.keep.scores=s", "data.keep.top=0.5")
-    assert epochs.data.train_path == scored.data.train_path == str(mine)  # not divided
-    assert epochs.data.validation_path is scored.data.validation_path is None
-    assert load(f"data.train_path={folder}").data.validation_path is None
+    assert epochs.data.has_held_out is load(f"data.train_path={folder}").data.has_held_out is False
+    mine.write_text(json.dumps([{"prompt": "a", "completion": str(i)} for i in range(800)]))
+    assert load("mine.yaml").data.validation_share == quickstart.MOST_HELD_OUT / 800
+    mine.write_text('[{"prompt": "a", "completion": "b"}]')
+    assert load("mine.yaml").data.has_held_out is False
     with pytest.raises(UserError, match=r"typo\.jsonl: there is no such file"):
         load(f"data.train_path={folder / 'typo.jsonl'}")

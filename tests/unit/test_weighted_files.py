@@ -195,6 +195,30 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
     )
 
 
+def test_a_share_of_each_file_is_held_out(setup: Path, one_rank: None) -> None:
+    """Of 6 and 4 sequences 2 and 1; one file has the trusted traces."""
+    train_path = list_weighted(setup, a=3, store=1)
+
+    def split(seed: int, **data: object) -> tuple[set[int], set[int]]:
+        reader = make_reader(setup, train_path=train_path, validation_share=0.3, **data)
+        training = reader.read_training_data(SFT, seed)
+        (held_out,) = reader.read_validation(training).values()
+        assert f"{len(held_out)} dropped: held out" in describe_training(reader.settings, training)
+        return set(training.sequence_ids.tolist()), set(held_out.sequence_ids.tolist())
+
+    splits = [split(seed) for seed in (0, 1, 0)]
+    for trained, held_out in splits:
+        assert trained | held_out == set(range(10)) and not trained & held_out
+        assert [sum(i < 6 for i in held_out), sum(i >= 6 for i in held_out)] == [2, 1]
+    assert splits[0] == splits[2] != splits[1]
+    _, held_out = splits[0]
+    (setup / "pool.jsonl").write_text((setup / "b.jsonl").read_text())  # the file of the store, all of it
+    trained, without_pool = split(0, probe_path=str(setup / "pool.jsonl"))
+    assert without_pool == {i for i in held_out if i < 6} and trained == set(range(6)) - held_out
+    with pytest.raises(UserError, match=r"data.validation_share: .*found 4 sequences, and none to hold out"):
+        read_data(setup, train_path=str(setup / "b.jsonl"), probe_path=str(setup / "b.jsonl"), validation_share=0.5)
+
+
 def test_a_run_warns_of_rows_that_are_left_out(setup: Path, one_rank: None, tmp_path: Path, capsys) -> None:
     (path := tmp_path / "train.jsonl").write_text("{broken\n" + (setup / "a.jsonl").read_text())
     make_reader(setup, train_path=str(path), max_malformed=0.5).read_store(str(path))

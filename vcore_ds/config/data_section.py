@@ -56,6 +56,10 @@ class DataConfig(Section):
     """Held-out conversations for the loss (the mean of method.normalization) before, during and after the run. Several
     sets as {NAME: PATH, ...}, each with a metric `validation_loss_NAME`; names have letters, digits and underscores.
     null for none."""
+    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Instead of validation_path: hold out this share of the sequences of each training file, at least one, drawn by
+    run.seed. They are never trained on, whatever data.keep selects, and listed in the run's held_out_rows.json. null
+    for none."""
     probe_path: PathText | None = None
     """A pool of conversations from which the probe batch is drawn, such as a few trusted ones if the training data is
     noisy: utilities then measure what lowers *their* loss. null draws from the training data, as in the paper."""
@@ -114,6 +118,11 @@ class DataConfig(Section):
             **{key: path for key, path in optional.items() if path is not None},
             **{f"validation_path{name and '.'}{name}": path for name, path in self.validation_paths().items()},
         }
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether the held-out loss is measured."""
+        return self.validation_path is not None or self.validation_share is not None
 
     def validation_paths(self) -> dict[str, str]:
         """Name -> path of the held-out sets; the name is empty for a single path."""

@@ -211,8 +211,10 @@ def _data_rules(recipe: Recipe) -> Rules:
         needed = "the file that `vcore-ds keep SCORES --weights kl_budget=NUMBER --output FILE` writes"
         unused = "null: only method.name stored reads token weights"
         yield "data.token_weights method.name", needed if data.token_weights is None else unused
-    if recipe.run.validate_every is not None and data.validation_path is None:
-        yield "run.validate_every data.validation_path", "null, or held-out conversations in data.validation_path"
+    if data.validation_path is not None and data.validation_share is not None:
+        yield "data.validation_share data.validation_path", "one of the two; the other is null"
+    if isinstance(recipe.run.validate_every, int) and not data.has_held_out:
+        yield "run.validate_every data.validation_path", HELD_OUT_NEEDED
     if keep is not None and (keep.top is None) == (keep.above is None):
         expected = "exactly one of top (share of the traces) and above (utility); the other is null"
         yield "data.keep.top data.keep.above", expected
@@ -261,13 +263,16 @@ def _training_rules(recipe: Recipe) -> Rules:
         yield "schedule.num_steps schedule.num_epochs", expected
 
 
+HELD_OUT_NEEDED = "null, or held-out conversations in data.validation_path or by data.validation_share"
+
+
 def _checkpoint_rules(recipe: Recipe) -> Rules:
     best = "checkpoint.keep_best"
     if recipe.checkpoint.keep_best is None:
         return
-    if recipe.data.validation_path is None:
-        yield f"{best} data.validation_path", "null, or held-out conversations in data.validation_path"
-    elif recipe.run.validate_every is None:
+    if not recipe.data.has_held_out:
+        yield f"{best} data.validation_path", HELD_OUT_NEEDED
+    elif not isinstance(recipe.run.validate_every, int):
         yield f"{best} run.validate_every", "null, or the interval of evaluations in run.validate_every"
     elif (first_compared_step(recipe.checkpoint, recipe.run) or math.inf) >= (recipe.schedule.num_steps or math.inf):
         expected = "null, or an evaluated checkpoint before the last step: every_steps equal to validate_every"
@@ -278,7 +283,7 @@ def first_compared_step(checkpoint: sections.CheckpointConfig, run: sections.Run
     """The first step with both a checkpoint and an evaluation (`checkpoint.keep_best`); None without such a step."""
     evaluated = run.validate_every
     every = [n for n in (checkpoint.every_steps, checkpoint.keep_every_steps) if n is not None]
-    return min((math.lcm(n, evaluated) for n in every), default=None) if evaluated is not None else None
+    return min((math.lcm(n, evaluated) for n in every), default=None) if isinstance(evaluated, int) else None
 
 
 MAY_DIFFER = frozenset(

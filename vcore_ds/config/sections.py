@@ -246,8 +246,9 @@ class RunConfig(Section):
     """Seed of the data order, the probe batches, dropout and the initial adapters."""
     log_every: Count = 1
     """Optimizer steps between printed lines; metrics.jsonl has every step."""
-    validate_every: Count | None = None
-    """Optimizer steps between validations; null validates only before the first and after the last step."""
+    validate_every: Count | Literal["auto"] | None = "auto"
+    """Optimizer steps between measurements of the held-out loss, besides those before the first and after the last
+    step; `auto` for a tenth of the run, null for none (`vcore-ds plan` says what they cost)."""
     num_token_records: Annotated[int, Field(ge=0)] = 12
     """Number of optimizer steps whose tokens are recorded in tokens/ with loss, utility and weight, for `vcore-ds
     report`: evenly spaced on a log scale, from the first to the last step; 0 for none. At most about 2 MB each."""
@@ -260,6 +261,11 @@ class RunConfig(Section):
     time_limit_minutes: Positive | None = None
     """Wall-clock limit from the start of the processes: the run saves and stops (exit code 85) while one more step and
     a save would still fit; null for none."""
+
+    def validates(self, step: int, num_steps: int) -> bool:
+        """Whether the held-out loss, if there is one, is measured after this step, from 1."""
+        every = -(-num_steps // 10) if self.validate_every == "auto" else self.validate_every
+        return step == num_steps or (every is not None and step % every == 0)
 
 
 TrackerName = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]

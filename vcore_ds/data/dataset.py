@@ -156,11 +156,13 @@ class KeptDataset(TokenizedSequences):
         description: str = "",
         origin: Mapping[str, Any] | None = None,
         num_trusted: int = 0,
+        held_out: np.ndarray | None = None,
     ) -> None:
         """`positions`: int64 [k], at least one, ascending; `description` and `origin`: of the selection by data.keep,
-        for the screen and for environment.json; `num_trusted`: sequences dropped because they are trusted data too."""
+        for the screen and for environment.json; `num_trusted`: sequences dropped because they are trusted data too;
+        `held_out`: positions that are held out (data.validation_share), int64 [m]."""
         self.dataset, self.positions, self.description, self.origin = dataset, positions, description, origin
-        self.num_trusted = num_trusted
+        self.num_trusted, self.held_out = num_trusted, held_out
         self.lengths, self.sequence_ids = dataset.lengths[positions], dataset.sequence_ids[positions]
 
     @property
@@ -198,6 +200,17 @@ def list_shares(dataset: Dataset) -> tuple[list[int], Sequence[float]]:
     store = find_token_store(dataset)
     weights = store.weights if isinstance(store, JoinedStores) else (1.0,)
     return [len(positions) for _, positions in list_files(dataset)], weights
+
+
+def hold_out(dataset: Dataset, share: float, seed: int) -> np.ndarray:
+    """Draw the positions that `data.validation_share` holds out: of each training file this share, at least one and not
+    all, int64 [k], ascending."""
+    sizes, _ = list_shares(dataset)
+    drawn = [
+        start + generator(Stream.HELD_OUT, seed, file).permutation(size)[: min(max(1, round(share * size)), size - 1)]
+        for file, (start, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False))
+    ]
+    return np.sort(np.concatenate(drawn))
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:

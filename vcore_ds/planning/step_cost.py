@@ -111,6 +111,13 @@ class StepModel:
         self._add_update(cost, passes)
         return cost
 
+    def estimate_forward(self, main: Sequence[LaidOutBatch]) -> float:
+        """Estimate the seconds of a forward without a gradient, mean over the main batches."""
+        cost = StepCost()
+        for batch in main:
+            self._add_pass(cost, "utility", FORWARD, batch, 1 / len(main))
+        return cost.seconds_step
+
     def _add_pass(self, cost: StepCost, phase: Phase, work: PassWork, batch: LaidOutBatch, weight: float) -> None:
         """Add all micro-steps of one pass over one batch."""
         last, (lengths, batch_layout) = len(batch[1].micro_steps) - 1, batch

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import cache_root, is_readable
 from vcore_ds.common.random_streams import Stream
+from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import ProbeConfig
@@ -26,6 +27,8 @@ from vcore_ds.data.dataset import (
     RandomDraws,
     Store,
     add_reference,
+    find_token_store,
+    hold_out,
     keep_random_tokens,
     list_files,
     list_shares,
@@ -187,7 +190,9 @@ class DataReader:
             dataset = ChangedDataset(store, weights.add_to, weights.digest)
         kept = self._select(store)
         positions = np.arange(len(store)) if kept is None else kept.positions
-        remaining = self._drop_trusted(store, positions)
+        held_out = self._hold_out(store, seed)
+        trained = positions if held_out is None else np.setdiff1d(positions, held_out)
+        remaining = self._drop_trusted(store, trained)
         if weights is not None:
             weights.check_has(remaining)
         if kept is None and len(remaining) == len(store):
@@ -197,8 +202,32 @@ class DataReader:
             remaining,
             description="" if kept is None else kept.describe(),
             origin=None if kept is None else kept.origin(),
-            num_trusted=len(positions) - len(remaining),
+            num_trusted=len(trained) - len(remaining),
+            held_out=held_out,
         )
+
+    def read_validation(self, training: Dataset) -> dict[str, Dataset]:
+        """Read the held-out sets by name: those of data.validation_path, or the sequences that `training`, of
+        `read_training_data`, leaves out."""
+        if isinstance(training, KeptDataset) and training.held_out is not None:
+            return {"": KeptDataset(find_token_store(training), training.held_out)}
+        return {name: self.read_store(path) for name, path in self.settings.validation_paths().items()}
+
+    def _hold_out(self, store: Store, seed: int) -> np.ndarray | None:
+        """Draw the positions that `data.validation_share` holds out, without those of trusted traces; None without
+        it."""
+        settings = self.settings
+        if settings.validation_share is None:
+            return None
+        held_out = hold_out(store, settings.validation_share, seed)
+        if settings.probe_path is not None:  # the probe's gradient would know them
+            held_out = np.setdiff1d(held_out, find_shared(store, self.read_store(settings.probe_path)))
+        if not len(held_out):
+            raise UserError(
+                f"data.validation_share: {settings.train_name()}: found {count(len(store), 'sequence')}, and none to "
+                "hold out that is not in data.probe_path; expected more. Name held-out data in data.validation_path"
+            )
+        return held_out
 
     def _select(self, store: Store) -> KeptTraces | None:
         """Select traces by `data.keep`; None without it."""

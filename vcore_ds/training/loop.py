@@ -32,7 +32,7 @@ from vcore_ds.training.console import explain_steps
 from vcore_ds.training.faults import describe_fault, explain_fault
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.followed import FollowedTraces, gather_followed, measure_followed
-from vcore_ds.training.metrics_log import MetricsLog, record_end
+from vcore_ds.training.metrics_log import MetricsLog, name_held_out, record_end
 from vcore_ds.training.profile import profiled_step
 from vcore_ds.training.run_folder import read_run_metrics
 from vcore_ds.training.run_notes import RELIABLE_SIGNAL_TO_NOISE, describe_divergence, list_losses
@@ -201,11 +201,10 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
             **batches.measured,
         }
         losses: dict[str, float] = {}
-        if done == num_steps and run.checkpoints.compares:
-            losses = losses_after = validate(run.trainer, run.data)
-        elif settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
+        if run.data.validation and settings.validates(done, num_steps):
             losses = validate(run.trainer, run.data)
-            line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
+            line |= name_held_out(losses)
+            losses_after = losses if done == num_steps else None
         if run.metrics_log is not None:
             run.metrics_log.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)

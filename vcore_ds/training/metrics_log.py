@@ -52,6 +52,11 @@ def tracker_name(key: str) -> str:
     return key if key == "step" else f"{group}/{key}"
 
 
+def name_held_out(losses: Mapping[str, float]) -> dict[str, float]:
+    """The held-out losses, by name of their set, under their keys in metrics.jsonl."""
+    return {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
+
+
 class BackgroundTracker:
     """Runs one of accelerate's trackers in a thread, so that it can neither fail nor slow the run: its methods may
     raise anything and take any time. Errors become one warning, printed by the caller's thread with the next line or at
@@ -136,7 +141,11 @@ class MetricsLog:
                     f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory, and the run "
                     "ends at the next checkpoint unless they can be written by then"
                 )
-        numbers = {tracker_name(key): value for key, value in clean.items() if value is not None}
+        self.track(clean)
+
+    def track(self, values: Mapping[str, Any]) -> None:
+        """Send numbers to the trackers alone, with the axis `step`; None is left out."""
+        numbers = {tracker_name(key): value for key, value in values.items() if value is not None}
         for tracker in self._trackers:
             tracker.write(numbers)
 

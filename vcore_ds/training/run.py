@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
-from vcore_ds.common.paths import write_atomically, write_json, writing
+from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.data.cache import check_source
-from vcore_ds.data.dataset import Dataset, KeptDataset
+from vcore_ds.data.dataset import Dataset, KeptDataset, find_token_store
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import computes_in_fp32
@@ -51,7 +51,7 @@ from vcore_ds.training.faults import advising_on_memory, warn_of_non_finite
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
 from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_to_end, validate
-from vcore_ds.training.metrics_log import MetricsLog, start_trackers
+from vcore_ds.training.metrics_log import MetricsLog, name_held_out, start_trackers
 from vcore_ds.training.model_card import Kind, make_model_card, rehearse_result
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.run_folder import begin_branch, can_resume
@@ -232,7 +232,7 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
     """Read the data: the batches of every step, and the held-out sequences by name of their set. A collective."""
     data, seed = recipe.data, recipe.run.seed
     training = reader.read_training_data(recipe.method, seed)
-    validation: dict[str, Dataset] = {name: reader.read_store(path) for name, path in data.validation_paths().items()}
+    validation = reader.read_validation(training)
     probe = None
     if data.probe_path is not None and (recipe.method.uses_utilities or data.trusted_share > 0):
         probe = reader.read_store(data.probe_path)
@@ -333,11 +333,14 @@ def begin_folder(
     log = run_on_first_rank(lambda: open_log(recipe, opened))
     if opened.checkpoint is None:
         before = validate(trainer, opened.data)
+        if log is not None:
+            log.track({"step": 0, **name_held_out(before)})
     else:
         before = opened.checkpoint[1].validation_losses_before
     if before:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
+        run_on_first_rank(lambda: run_folder.write_held_out_losses(folder, before, {}, recipe.method.normalization))
     return log, RunState(
         step=opened.num_done,
         world_size=layout.size("job"),
@@ -359,6 +362,9 @@ def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
     num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept, notes)
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
+    if isinstance(dataset, KeptDataset) and dataset.held_out is not None:
+        files, rows = find_token_store(dataset).origins()
+        run_folder.write_held_out_rows(folder, [(files[i], int(rows[i]) + 1) for i in dataset.held_out.tolist()])
     trackers = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)
     with writing("run.output_dir", folder):
         if recipe.method.name == "custom" and recipe.method.function is not None:
@@ -374,14 +380,9 @@ def write_result(
     """Write losses and trained weights into the run's folder. A collective. `base_digest`: `RunState.frozen_digest`."""
     mark("export")
     before, after = result.validation_losses_before, result.validation_losses_after
-
-    def write_losses() -> None:
-        with writing("run.output_dir", run.folder):
-            losses = run_folder.HeldOutLosses(before, after, recipe.method.normalization)
-            write_json(run.folder / run_folder.HELD_OUT, asdict(losses))
-
     if after:
-        run_on_first_rank(write_losses)
+        normalization = recipe.method.normalization
+        run_on_first_rank(lambda: run_folder.write_held_out_losses(run.folder, before, after, normalization))
     kind: Kind = "model" if recipe.lora is None else "adapter"
     parts = recipe.model.path, recipe.lora, recipe.method, recipe.data, kind
     card = run_on_first_rank(lambda: make_model_card(run.folder, *parts, base_digest=base_digest))

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +43,9 @@ PACKAGES = ("deepspeed", "transformers", "peft", "megatron-core", "triton")
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 HELD_OUT = "held_out.json"
-"""Held-out losses before and after training, by name of the set; written just before the result."""
+"""Held-out losses before and after training, by name of the set; written at the start, and just before the result."""
+HELD_OUT_ROWS = "held_out_rows.json"
+"""File -> its rows, from 1, that data.validation_share holds out."""
 END = "end.json"
 """How the last attempt ended, if it failed or was stopped in its steps: `step`, and the first line of its message."""
 STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in environment.json, UTC
@@ -76,8 +78,9 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
     with suppress(UserError):
         num_steps = int(read_run_metrics(folder)[-1]["step"] or 0)
     with writing("run.output_dir", folder):
-        for path in (export_folder(folder, is_adapter=is_adapter), folder / HELD_OUT, folder / RUN_EVALUATION):
-            if path.exists():
+        result = export_folder(folder, is_adapter=is_adapter)
+        for path in (folder / HELD_OUT, folder / RUN_EVALUATION, result):
+            if path.exists() and (path.name != HELD_OUT or result.exists()):
                 number, target = 1, path.with_name(f"{path.stem}_step_{num_steps:08d}{path.suffix}")
                 while target.exists():
                     number += 1
@@ -217,6 +220,25 @@ class HeldOutLosses:
 
 
 _HELD_OUT = TypeAdapter(HeldOutLosses)
+
+
+def write_held_out_losses(
+    folder: Path, before: dict[str, float], after: dict[str, float], normalization: Literal["sequence", "token"]
+) -> None:
+    """Write held_out.json; `after` is empty until the run ends. On rank 0."""
+    with writing("run.output_dir", folder):
+        write_json(folder / HELD_OUT, asdict(HeldOutLosses(before, after, normalization)))
+
+
+def write_held_out_rows(folder: Path, rows: Sequence[tuple[str, int]]) -> None:
+    """Write held_out_rows.json from (file, row from 1) of each held-out sequence. On rank 0."""
+    by_file: dict[str, list[int]] = {}
+    for file, row in rows:
+        by_file.setdefault(file, []).append(row)
+    with writing("run.output_dir", folder):
+        write_json(folder / HELD_OUT_ROWS, by_file)
+
+
 _EXPECTED_LINE = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
 
 

@@ -35,19 +35,20 @@ def describe_data(path: str, dataset: Dataset) -> str:
     """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`."""
     num_tokens, num_supervised = count_dataset_tokens(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
-    num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
+    left_out: dict[str, int] = {}
+    if isinstance(dataset, KeptDataset):
+        held_out = 0 if dataset.held_out is None else len(dataset.held_out)
+        numbers = {"in data.probe_path too": dataset.num_trusted, "held out (data.validation_share)": held_out}
+        left_out = {why: number for why, number in numbers.items() if number}
     dropped: dict[str, int] = {}
     if isinstance(dataset, KeptDataset) and dataset.description:
         size = dataset.description
     else:
         num_rows, dropped = find_token_store(dataset).count_dropped_rows()
-        is_partial = num_rows is not None and (dropped or num_trusted)
+        is_partial = num_rows is not None and (dropped or left_out)
         size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else count(len(dataset), "sequence")
-    if num_trusted:
-        dropped = dropped | {"in data.probe_path too": num_trusted}
-    return "; ".join(
-        [f"{shorten_path(path)}: {size}, {tokens}", *(f"{n:,} dropped: {rule}" for rule, n in dropped.items())]
-    )
+    reasons = [f"{number:,} dropped: {rule}" for rule, number in (dropped | left_out).items()]
+    return "; ".join([f"{shorten_path(path)}: {size}, {tokens}", *reasons])
 
 
 def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: int) -> Iterator[str]:

@@ -76,6 +76,7 @@ def describe(table: PlanTable) -> str:
         "",
         f"Model: {table.model}: {first.counts.all:,} parameters{routed}, {first.counts.trained:,} trained",
         f"Batch: {table.columns[-1].plan.batch.describe()}",
+        *([] if table.validation is None else [table.validation]),
         *([recomputation] if (recomputation := describe_recomputation(table.recipe_plan.memory.settings)) else []),
         *([] if warning is None else [warning]),
         "",

@@ -25,6 +25,7 @@ from vcore_ds.common.text import GIB
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import RunConfig
 from vcore_ds.planning.hardware import Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import find_folder, find_shape, is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
@@ -131,7 +132,14 @@ def find_lengths(data: DataConfig, model_path: str, tokenizer: "PreTrainedTokeni
     which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {num_read:,}"
     mean = sum(lengths) / len(lengths)
     source = f"{which} sequences of {data.train_name()}, mean {mean:,.0f} tokens, longest {max(lengths):,}"
-    return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source)
+    num_held_out = None
+    if data.validation_share is not None and num_sequences is not None:
+        num_held_out = round(data.validation_share * num_sequences)
+        num_sequences -= num_held_out
+    elif data.validation_path is not None and all(map(is_readable, data.validation_paths().values())):
+        totals = tuple(_read(path, data, tokenizer)[1] for path in data.validation_paths().values())
+        num_held_out = None if None in totals else sum(total or 0 for total in totals)
+    return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source, num_held_out)
 
 
 def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[list[int], int | None]:
@@ -223,6 +231,7 @@ class PlanTable:
     speeds: str  # where the speeds are from
     recipe_plan: RunPlan
     must_fit: bool  # `engine.memory_check`: whether a run that does not fit is refused
+    validation: str | None  # the cost of the held-out losses; None without them
 
 
 def build_table(arguments: argparse.Namespace) -> PlanTable:
@@ -263,7 +272,19 @@ def build_table(arguments: argparse.Namespace) -> PlanTable:
             recipes[f"vcore {RARER_PROBE}"] = change_method(reload([RARER_PROBE]), "vcore")
     columns = {title: plan_column(title, changed) for title, changed in recipes.items()}
     plan = columns[recipe_title].plan
-    return PlanTable(arguments.recipe, model, [*columns.values()], speeds, plan, recipe.engine.memory_check)
+    validation = describe_validation(recipe.run, plan) if recipe.data.has_held_out else None
+    must_fit = recipe.engine.memory_check
+    return PlanTable(arguments.recipe, model, [*columns.values()], speeds, plan, must_fit, validation)
+
+
+def describe_validation(run: RunConfig, plan: RunPlan) -> str:
+    """Describe how often the held-out loss is measured, and what it costs."""
+    num_steps, number = plan.costed_steps, plan.lengths.num_held_out
+    times = 1 + sum(run.validates(step, num_steps) for step in range(1, num_steps + 1))
+    seconds = plan.seconds_forward * (number or 1000) / plan.settings.batch.global_size
+    share = times * seconds / (times * seconds + num_steps * plan.cost.seconds_step)
+    of = f"{number or 1000:,} sequences" + (f", {share:.1%} of the run" if number else "")
+    return f"Held-out loss: {times} times (run.validate_every), {seconds:,.3g} s each for {of}"
 
 
 def change_method(recipe: Recipe, name: str) -> Recipe:

@@ -45,6 +45,7 @@ class LengthModel:
     sampled_probe: tuple[int, ...] = ()
     num_sequences: int | None = None  # training sequences in all; None where that is not known
     source: str = ""  # the sample, in words
+    num_held_out: int | None = None  # held-out sequences; None where that is not known
 
     def draw_batches(self, part: BatchKind, batch_size: int, longest: int) -> list[list[int]]:
         """Draw the lengths in tokens of simulated batches, cut at `longest`: fewer batches if they are large; none if
@@ -101,6 +102,7 @@ class RunPlan:
     # The step's cost with some shares of the peak
     estimate_cost: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
     cost: StepCost  # with the cluster's
+    seconds_forward: float  # of the main batch, without a gradient
 
     @property
     def available(self) -> Available:
@@ -218,9 +220,12 @@ def plan_run(
     passes = derive_passes(settings, memory.settings)
     time = replace(plan.time_model, number_bytes=memory.settings.number_bytes)
 
-    def estimate_cost(achieved: Achieved) -> StepCost:
+    def model_step(achieved: Achieved) -> StepModel:
         achieving = replace(cluster, achieved=achieved)
-        return StepModel(time, counts, step_settings, achieving).estimate_step(passes, main, probe)
+        return StepModel(time, counts, step_settings, achieving)
+
+    def estimate_cost(achieved: Achieved) -> StepCost:
+        return model_step(achieved).estimate_step(passes, main, probe)
 
     return RunPlan(
         settings,
@@ -233,6 +238,7 @@ def plan_run(
         sum(sum(lengths) for lengths, _ in main) / len(main),
         estimate_cost,
         estimate_cost(cluster.achieved),
+        model_step(cluster.achieved).estimate_forward(main),
     )
 
 

@@ -331,6 +331,9 @@ def _read_values(run: ReportedRun, key: str) -> dict[int, Any]:
         scale = 2.0**-30 if key == "peak_memory_bytes" else 1.0
         lines = {int(line["step"] or 0): line.get(key) for line in run.metrics}
         values = {step: value * scale for step, value in lines.items() if value is not None}
+        before = run.held_out.before.get(key.removeprefix("validation_loss").removeprefix("_"))
+        if key.startswith("validation_loss") and before is not None:
+            values[0] = before
     if _omits_first_step(run, key):
         values.pop(1, None)
     return values

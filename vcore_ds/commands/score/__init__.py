@@ -147,7 +147,7 @@ def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> 
     whether to keep `probe.rank`, which a training accepts for its speed; scores are exact unless asked."""
     has_moments = run is not None and recipe.probe.direction != "sgd"
     probe = {"batch_size": "all", "every": 1} | ({} if approximates else {"rank": None, "rank_passes": 1})
-    unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path")
+    unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path", "validation_share")
     data = {"trusted_share": 0.0, "trusted_overlap": "drop", **dict.fromkeys(unused)}
     changes: dict[str, Any] = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),

@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 MOST_DIFFERENCES = 20  # maximum lines of a message on recipes that differ
 FIXED = re.compile(
-    r"data\.(train_path|probe_path|trusted_overlap|validation_path|keep\.scores)|schedule\..*|run\.validate_every"
+    r"data\.(train_path|probe_path|trusted_overlap|validation_(path|share)|keep\.scores)|schedule\..*|run\.validate_every"
     r"|checkpoint\.branch_from"
 )
 """Keys that a resumed run may change but a sweep may not, because its runs are compared."""
