@@ -10,7 +10,7 @@ from torch import Tensor
 from vcore_ds.distributed.device import device
 from vcore_ds.models.attention import (
     MAX_KERNEL_HEAD_DIM,
-    Scoring,
+    ScoreOptions,
     SequenceLayout,
     attend_with_graph_and_tangents,
     causal_attention,
@@ -41,7 +41,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
             block_attention(*parts, tuple(x[:, :, columns] for x in tangents), scale=scale)
 
     implementations: dict[str, Callable[[], object]] = {
-        "plain forward": lambda: causal_attention([*primals, None], layout, Scoring(scale)),
+        "plain forward": lambda: causal_attention([*primals, None], layout, ScoreOptions(scale)),
         "with tangents, in blocks": in_blocks,
     }
     # Triton's interpreter takes minutes, and its times are meaningless.
@@ -49,7 +49,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
     if is_compiled:
         # As in the fused main pass: on a GPU FlashAttention, then the kernel for the tangent from its output.
         implementations["with tangents, beside the plain forward"] = lambda: attend_with_graph_and_tangents(
-            [*primals, None], [*tangents, None], layout, Scoring(scale)
+            [*primals, None], [*tangents, None], layout, ScoreOptions(scale)
         )
     seconds: dict[str, Any] = {}
     if is_compiled and place.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:

@@ -27,7 +27,7 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.score import compute, read_inputs
-from vcore_ds.commands.score.results import ScoringPass
+from vcore_ds.commands.score.output import ScoringPass
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe

@@ -26,7 +26,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import choose_sampling
 from vcore_ds.commands.named_model import end_token_ids, find_named_model, generate_answers, load_to_answer
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.results import use_results
+from vcore_ds.config.exports import resolve_exports
 from vcore_ds.data.store import TokenStore, check_contents
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.architecture_check import check_model_folder
@@ -235,7 +235,7 @@ def test_a_damaged_adapter_answers_or_is_refused(
     folder, base = copy_folder(adapter, tmp_path / "adapter"), copy_folder(setup.untied, tmp_path / "base")
     damage_folder(folder, ["adapter_config.json", "adapter_model.safetensors"], data)
     damage_folder(base, ["generation_config.json"], data)
-    for work in (lambda: answer(folder, base), lambda: list(use_results(adapter_recipe(folder)))):
+    for work in (lambda: answer(folder, base), lambda: list(resolve_exports(adapter_recipe(folder)))):
         check_end(work)
 
 

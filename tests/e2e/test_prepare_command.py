@@ -19,7 +19,7 @@ from vcore_ds.data.store import TokenStore
 
 pytestmark = pytest.mark.e2e
 
-NUM_ROWS, NUM_LONG = 520, 1_800  # of each of two files, and of one with long rows; two processes share them
+NUM_ROWS, NUM_LONG = 520, 1_280  # of each of two files, and of one with long rows; two processes share them
 
 
 def test_a_killed_prepare_leaves_no_process_and_resumes_to_the_same_bytes(
@@ -62,7 +62,7 @@ def test_a_killed_worker_ends_the_command_with_one_message(tmp_path: Path) -> No
     """An idle worker, one that converts rows, and the process that has forked them; each run goes on from the last."""
     make_tokenizer().save_pretrained(tmp_path / "model")
     # The first of several pieces is done at once.
-    rows = [make_row("q", "answer" if n < 256 else "x y " * 1_000) for n in range(NUM_LONG)]
+    rows = [make_row("q", "answer" if n < 256 else "x y " * 500) for n in range(NUM_LONG)]
     source, output = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "store"
     words = f"prepare {source} --tokenizer {tmp_path}/model --output {output} --processes 2".split()
     for victim in ("idle", "busy", "parent"):

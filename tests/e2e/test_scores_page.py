@@ -10,7 +10,7 @@ from tests.helpers import tiny
 from tests.helpers.browser import open_page
 from tests.helpers.scores import write_scores_folder
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
-from vcore_ds.commands.score.results import write_page
+from vcore_ds.commands.score.output import write_page
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.data.tokenization import TokenizedSequence
 

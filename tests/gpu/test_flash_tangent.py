@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers.step_runs import relative_error
 from tests.unit.test_attention import SCALE, attend_unfused, draw_inputs, draw_sinks, make_mask
-from vcore_ds.models.attention import Scoring, SequenceLayout, attend_with_graph_and_tangents, attend_with_tangents
+from vcore_ds.models.attention import ScoreOptions, SequenceLayout, attend_with_graph_and_tangents, attend_with_tangents
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Relative to the norm of the exact result for the rounded inputs, as in the interpreter."""
@@ -54,7 +54,7 @@ def test_the_pass_with_tangents_in_bfloat16_alone_and_beside_flash_attention(
     layout = SequenceLayout.from_lengths(LENGTHS, 1, torch.device("cuda"))
     inputs = [*(x.cuda() for x in primals), None], [*(x.cuda() for x in tangents), None]
     with torch.set_grad_enabled(attend is attend_with_graph_and_tangents):
-        results = attend(*inputs, layout, Scoring(SCALE))
+        results = attend(*inputs, layout, ScoreOptions(SCALE))
     expected = compute_exactly(primals, tangents, None)
     errors = [relative_error(x.detach().cpu(), y) for x, y in zip(results, expected, strict=True)]
     assert max(errors) <= (1e-2 if attend is attend_with_tangents else 1.5e-2)

@@ -21,7 +21,7 @@ from vcore_ds.training.checkpoint_read import RunState
 from vcore_ds.training.checkpoints import Checkpoints
 
 NUM_STEPS = 4
-CHECKS = ("check_model", "check_start", "check_derivatives")
+CHECKS = ("check_architecture", "check_start", "check_derivatives")
 """Functions of `run` that depend on no data."""
 
 _checked: set[str] = set()

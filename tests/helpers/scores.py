@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.score.results import count_rows
+from vcore_ds.commands.score.output import count_rows
 from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
     ScoredData,

@@ -31,7 +31,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.models.architecture_check import check_model
+from vcore_ds.models.architecture_check import check_architecture
 from vcore_ds.models.causal_lm import prepare_for_training
 from vcore_ds.models.description import read_model
 from vcore_ds.models.lora import add_lora
@@ -290,7 +290,7 @@ def _measure(result: ModelResult, folder: Path, parts: Sequence[str]) -> None:
     for key, sections in asked.items():
         with recording_errors(result, key):
             try:
-                check_model(derive_plan_settings(make_recipe(folder, **sections)))
+                check_architecture(derive_plan_settings(make_recipe(folder, **sections)))
                 plan_batch(
                     derive_plan_settings(make_recipe(folder, **sections)),
                     layout.size("job"),
@@ -332,7 +332,7 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
         sections |= DIFFERENCE if "finite_difference" not in result.refused else SFT
     recipe = make_recipe(folder, **sections)
     if part == "lora":
-        check_model(derive_plan_settings(recipe))
+        check_architecture(derive_plan_settings(recipe))
     config = tiny.deepspeed_config()
     torch.manual_seed(5)
     try:

@@ -224,7 +224,7 @@ def measure_fused_attention() -> dict[str, Any]:
         given.append(len(arguments) == 5)
         return run(*arguments)
 
-    scoring = attention.Scoring(SCALE, window)
+    scoring = attention.ScoreOptions(SCALE, window)
     with wrapping("_run_triton", count):
         outputs = attention.attend_with_graph_and_tangents(*on_device, layout, scoring)
     mask = make_mask(37, window, lengths)

@@ -366,8 +366,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, tuple[in
             query, key, value = (
                 torch.empty(1, n, 16, head_dim, dtype=dtype, device="cuda:0") for n in (*heads, heads[1])
             )
+            options = attention_module.ScoreOptions(SCALE)
             with pytest.raises(TakenFor) as stopped:
-                attention_module.causal_attention((query, key, value, None), layout, attention_module.Scoring(SCALE))
+                attention_module.causal_attention((query, key, value, None), layout, options)
         return stopped.value.args
 
     return find_kernel
@@ -416,7 +417,7 @@ def test_grouped_heads_work_with_and_without_enable_gqa(takes_groups: bool, monk
     for module in (attention_kernels, attention_module):
         monkeypatch.setattr(module, "SUPPORTS_GQA", takes_groups)
     monkeypatch.setattr(attention_module, "_can_use_flash", lambda query, scoring: True)
-    output = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
+    output = attention_module.causal_attention((*primals, None), layout, attention_module.ScoreOptions(SCALE))
     expected = attend_unfused(*primals, make_mask(60, lengths=LAYOUTS["short ones"]))
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
@@ -503,7 +504,7 @@ def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> N
             model.base.config._attn_implementation = attention
             with (
                 torch.set_grad_enabled(attention != FORWARD_MODE_ATTENTION),
-                patch.object(attention_module, "Scoring", wraps=attention_module.Scoring) as scoring,
+                patch.object(attention_module, "ScoreOptions", wraps=attention_module.ScoreOptions) as scoring,
             ):
                 # The mask that gpt-oss makes for eager attention does not keep packed sequences apart.
                 losses[attention] = model(*tiny.inputs(unpacked if attention == "eager" else batch))

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.fidelity.measure import (
-    Estimate,
+    EstimatorAgreement,
     FidelityReport,
     LowRankDirection,
     choose_sequences,
@@ -62,10 +62,10 @@ REPORT = FidelityReport(
 
 def make_report(jvp: float | None, *differences: float | None, within: tuple[float | None, ...] = ()) -> FidelityReport:
     """Make a report with the Spearman correlations of jvp, of epsilons 1, 0.1, ..., and of ranks 16, 32, ..."""
-    estimators = [Estimate(jvp, jvp, 0.1, 0.95, estimator="jvp")]
+    estimators = [EstimatorAgreement(jvp, jvp, 0.1, 0.95, estimator="jvp")]
     for k, spearman in enumerate(differences):
         measured = dict(epsilon=10.0**-k, changed_fraction=0.002, signal_to_noise=0.3, is_selected=k == 1)
-        estimators.append(Estimate(spearman, spearman, 0.1, 0.95, estimator="finite_difference", **measured))
+        estimators.append(EstimatorAgreement(spearman, spearman, 0.1, 0.95, estimator="finite_difference", **measured))
     low_ranks = [
         LowRankDirection(0.9991, value, 0.1, 0.97, rank=16 * 2**k, energy=0.812) for k, value in enumerate(within)
     ]

@@ -20,10 +20,10 @@ from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.messages import UNCLOSED_THINKING
 from vcore_ds.data.prepare import pipeline, sources
-from vcore_ds.data.prepare.convert import KEPT, PrepareRequest, Result
+from vcore_ds.data.prepare.convert import KEPT, PrepareRequest, RowOutcome
 from vcore_ds.data.prepare.pipeline import make_sample_key
 from vcore_ds.data.prepare.report import PrepareReport
-from vcore_ds.data.prepare.sources import BLANK, Broken, find_files
+from vcore_ds.data.prepare.sources import BLANK, UnreadableRow, find_files
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.description import read_model
@@ -69,7 +69,7 @@ def test_every_line_is_a_row(tmp_path: Path, suffix: str) -> None:
     (file,) = find_files([str(path)], "train")
     read = list(file.rows())
     assert len(read) == 7 and read[1] is BLANK
-    assert isinstance(read[3], Broken) and read[3].reason.startswith("not JSON (Expecting value")
+    assert isinstance(read[3], UnreadableRow) and read[3].reason.startswith("not JSON (Expecting value")
     assert [read[i] for i in (0, 2, 4, 5, 6)] == [{"n": 0}, {"n": 2}, [], {"n": "ü\u2028"}, {"n": 6}]
 
 
@@ -258,7 +258,7 @@ def test_lengths_are_summarized() -> None:
     for lengths, expected in ((range(1, 101), (50.5, 50, 95, 100)), ([7], (7, 7, 7, 7)), ([1, 2], (1.5, 1, 2, 2))):
         report = PrepareReport(PrepareRequest((), "", ""))
         for length in lengths:
-            report.count(Result(0, KEPT, num_tokens=length), "rows.jsonl")
+            report.count(RowOutcome(0, KEPT, num_tokens=length), "rows.jsonl")
         assert report.lengths == dict(zip(("mean", "p50", "p95", "max"), expected, strict=True))
 
 

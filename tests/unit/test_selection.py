@@ -36,7 +36,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training.feed import DataReader
-from vcore_ds.training.keep import read_kept, read_matching_kept
+from vcore_ds.training.kept_traces import read_kept, read_matching_kept
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
 SOURCES = np.array(list("aaaabbbb"))

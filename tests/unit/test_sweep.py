@@ -18,7 +18,7 @@ from tests.helpers.sweeps import finish_runs
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.sweep import begin_sweep, check_inputs, describe, run_here
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, Sweep, SweepFolder, load_sweep, read_sweep_folder
-from vcore_ds.commands.sweep.results import OVERLAPS, ROSE, Cell, find_best, judge_cells
+from vcore_ds.commands.sweep.results import OVERLAPS, ROSE, SettingRuns, find_best, judge_cells
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.problems import RecipeError
 
@@ -448,7 +448,7 @@ def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.Captur
 )
 def test_a_cell_is_best_if_its_seeds_agree_and_it_has_learnt(losses: dict, verdicts: dict) -> None:
     cells = [
-        Cell(name, [], {}, "", {}, {"loss": dict(enumerate(some))}, {"loss": [loss - 9 for loss in some]})
+        SettingRuns(name, [], {}, "", {}, {"loss": dict(enumerate(some))}, {"loss": [loss - 9 for loss in some]})
         for name, some in losses.items()
     ]
     assert judge_cells(cells, "loss", by_line=True) == verdicts

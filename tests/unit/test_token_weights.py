@@ -15,13 +15,13 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_score import DESCRIPTION
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, write_results
+from vcore_ds.commands.score.output import ScoredSequence, ScoringPass, write_results
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.data import scores_folder
 from vcore_ds.data.batches import IGNORED_LABEL, pack
 from vcore_ds.data.dataset import ChangedDataset
-from vcore_ds.data.scores_folder import ScoredCheckpoint, StoredWeights
+from vcore_ds.data.scores_folder import ScoredCheckpoint, TokenWeights
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.training.weighting import token_weights
 
@@ -141,7 +141,7 @@ def test_weights_are_those_of_the_budget(weights: Path, store: TokenStore, utili
 
 
 def test_weights_reach_a_batch_and_the_step(weights: Path, store: TokenStore) -> None:
-    stored = StoredWeights(weights, store)
+    stored = TokenWeights(weights, store)
     stored.check_has(np.arange(NUM_SEQUENCES))
     dataset = ChangedDataset(store, stored.add_to, stored.digest)
     assert dataset.digest != store.digest
@@ -161,7 +161,7 @@ def test_weights_of_a_selection_cover_only_its_traces(
     assert keep(scores, output, "--weights", "temperature=0.1", "--top", "0.2") == 0
     positions = np.array(pq.read_table(output).column("sequence"))
     assert len(positions) == 10 and "10 of 50 traces kept" in capsys.readouterr().out
-    stored = StoredWeights(output, store)
+    stored = TokenWeights(output, store)
     stored.check_has(positions)
     with pytest.raises(UserError, match=r"found no weights for 40 of 50 training traces, first for .* position"):
         stored.check_has(np.arange(NUM_SEQUENCES))
@@ -214,15 +214,15 @@ def test_weights_that_cannot_be_used_are_refused(
 ) -> None:
     pq.write_table(change(pq.read_table(weights)), tmp_path / "changed.parquet")
     with pytest.raises(UserError, match=message):
-        StoredWeights(tmp_path / "changed.parquet", store)
+        TokenWeights(tmp_path / "changed.parquet", store)
 
 
 def test_missing_and_damaged_files_are_refused(store: TokenStore, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.token_weights: .*none.parquet: found no such file"):
-        StoredWeights(tmp_path / "none.parquet", store)
+        TokenWeights(tmp_path / "none.parquet", store)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"bad.parquet: is damaged"):
-        StoredWeights(tmp_path / "bad.parquet", store)
+        TokenWeights(tmp_path / "bad.parquet", store)
 
 
 def test_invalid_arguments_of_keep_are_refused(

@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
     lines = [f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)"]
     if arguments.gpu is not None:
         lines.append(plan_on(arguments.gpu, recipe, num_ranks, lengths).describe())
-    lines += [*warnings, f"Batch: {plan.describe()}", *describe_data(recipe, lengths)]
+    lines += [*warnings, f"Batch: {plan.describe()}", *describe_lengths(recipe, lengths)]
     lines += [*describe_ranks(recipe, plan, ds_config, lengths), *describe_rows(recipe, renderer)]
     print("\n".join(lines))
 
@@ -95,10 +95,10 @@ def check_model(recipe: Recipe) -> "PreTrainedTokenizerBase | None":
         check_model_folder(recipe.model.path)
     if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
         from vcore_ds.data.tokenization import load_tokenizer
-        from vcore_ds.training.model_card import rehearse_result
+        from vcore_ds.training.model_card import check_export
 
         tokenizer = load_tokenizer(recipe.model.path)
-        rehearse_result(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
+        check_export(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
         return tokenizer
     return None
 
@@ -113,11 +113,11 @@ def plan_on(gpu: str, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> p
     return plan
 
 
-def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
+def describe_lengths(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
     num_steps = with_num_steps(recipe, lengths).num_steps
     takes = "" if num_steps is None else f"; the run takes {count(num_steps, 'step')}"
     if recipe.data.keep is not None:
-        from vcore_ds.training.keep import read_kept  # imports torch: seconds
+        from vcore_ds.training.kept_traces import read_kept  # imports torch: seconds
 
         if is_readable(recipe.data.keep.scores):
             yield f"Training data: {read_kept(recipe.data.keep).describe()}{takes}"

@@ -85,7 +85,7 @@ Sides = Mapping[str, Sequence[Evaluated]]
 
 
 @dataclass(frozen=True)
-class Result:
+class TaskComparison:
     """A side on a task; shares from 0 to 1, means over seeds."""
 
     task: str
@@ -160,7 +160,7 @@ def _describe_sampling(one: Evaluated, task: str) -> dict[str, Any]:
     return samples | {key: value for key, value in items if key != "seed"}
 
 
-def compare(sides: Sides) -> list[Result]:
+def compare(sides: Sides) -> list[TaskComparison]:
     """Compare each side with the first; return a result for each task and side."""
     import numpy as np
 
@@ -178,14 +178,14 @@ def compare(sides: Sides) -> list[Result]:
             interval = by_seed.interval if len(seeds) > 1 else statistics.accuracy_interval(correct[0])
             difference = None if seeds is reference else statistics.paired_difference(correct, expected)
             values = (float(correct.mean()), interval, *np.mean(shares, axis=0).tolist(), difference)
-            results.append(Result(task, name, *correct.shape, *values))
+            results.append(TaskComparison(task, name, *correct.shape, *values))
     tested = [one.difference for one in results if one.difference is not None and one.difference.p_value is not None]
     for difference, p_value in zip(tested, statistics.holm([one.p_value or 0.0 for one in tested]), strict=True):
         difference.holm_p_value = p_value
     return results
 
 
-def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
+def find_warnings(sides: Sides, results: Sequence[TaskComparison]) -> Iterator[str]:
     reference, first = next(iter(sides.items()))
     for task in first[0].correct:
         shares = {one.side: one.truncated_share for one in results if one.task == task}
@@ -207,7 +207,7 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
             yield f"{name}: {', '.join(repeated)} are of the same model. Give an evaluation of each training seed"
 
 
-def as_dict(sides: Sides, results: Sequence[Result]) -> dict[str, Any]:
+def as_dict(sides: Sides, results: Sequence[TaskComparison]) -> dict[str, Any]:
     has_seeds = results[0].num_seeds > 1
     return {
         "format": 3,
@@ -218,7 +218,7 @@ def as_dict(sides: Sides, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def describe(sides: Sides, results: Sequence[Result]) -> str:
+def describe(sides: Sides, results: Sequence[TaskComparison]) -> str:
     """A table for each task, what its intervals are about, the pairs of seeds, and warnings."""
     tasks = dict.fromkeys(result.task for result in results)
     parts = [_make_table([result for result in results if result.task == task]).text() for task in tasks]
@@ -241,7 +241,7 @@ def describe(sides: Sides, results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, *(f"warning: {warning}" for warning in find_warnings(sides, results))])
 
 
-def _make_table(results: Sequence[Result]) -> "Table":
+def _make_table(results: Sequence[TaskComparison]) -> "Table":
     """The sides on a task, with their paired differences from the first."""
     from vcore_ds.commands.report.page import Table
 

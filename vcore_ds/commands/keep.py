@@ -18,7 +18,7 @@ from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.config.problems import RecipeError, list_problems
 
 if TYPE_CHECKING:
-    from vcore_ds.training.keep import KeptTraces
+    from vcore_ds.training.kept_traces import KeptTraces
 
 HELP = "write the rows of the traces with the highest scores"
 DESCRIPTION = (
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that have changed since, or an output that exists or
     cannot be written."""
-    from vcore_ds.training.keep import read_kept  # imports torch: seconds
+    from vcore_ds.training.kept_traces import read_kept  # imports torch: seconds
 
     if arguments.top is None and arguments.above is None:
         if arguments.weights is None:
@@ -122,7 +122,7 @@ def kept_lines(selection: "KeptTraces") -> Iterator[str]:
 
 def read_rows(source: str, fingerprint: str | None, wanted: Collection[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the rows of a file with these numbers, each with its number; blank lines count."""
-    from vcore_ds.data.prepare.sources import Broken, describe_source, find_files
+    from vcore_ds.data.prepare.sources import UnreadableRow, describe_source, find_files
 
     if not Path(source).is_file():
         raise UserError(
@@ -133,7 +133,7 @@ def read_rows(source: str, fingerprint: str | None, wanted: Collection[int]) -> 
     files, num_read = find_files([source], "train"), 0
     is_same = fingerprint == describe_source(files)[0]["fingerprint"]
     for number, row in enumerate(files[0].rows() if is_same else ()):
-        if number in wanted and not isinstance(row, Broken):
+        if number in wanted and not isinstance(row, UnreadableRow):
             num_read += 1
             yield number, row
     if num_read < len(wanted):

@@ -14,7 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import read_json, reading
-from vcore_ds.config.results import ADAPTER_CONFIG, find_export, read_adapter_config
+from vcore_ds.config.exports import ADAPTER_CONFIG, find_export, read_adapter_config
 from vcore_ds.data.hub import check_on_hub
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu

@@ -38,7 +38,7 @@ SLOW_SHARE = 0.8  # of the median speed of all GPUs, below which one is named: a
 
 add_arguments = add_recipe
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Node(NamedTuple):
@@ -274,7 +274,7 @@ def time_ranks(has_gpus: bool) -> None:
     _refuse("a GPU is slower than the others", find_slow_gpus(speeds) if has_gpus else [])
 
 
-def do_in_time(work: Callable[[], Result], missing: str, expected: str) -> Result:
+def do_in_time(work: Callable[[], T], missing: str, expected: str) -> T:
     """Return `work()`, or print a message and end the process if it fails or takes `MEET_SECONDS`. In a thread: forming
     a group blocks in C. gloo goes on for minutes after its timeout, NCCL hangs where a network drops its packets."""
     working = ThreadPoolExecutor(1).submit(work)

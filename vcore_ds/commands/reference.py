@@ -55,7 +55,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         from vcore_ds.distributed.position import mark
         from vcore_ds.distributed.process_group import run_on_first_rank
         from vcore_ds.distributed.watchdog import watching
-        from vcore_ds.models.architecture_check import check_model
+        from vcore_ds.models.architecture_check import check_architecture
         from vcore_ds.planning.deepspeed_json import deepspeed_config
         from vcore_ds.planning.settings import derive_plan_settings
         from vcore_ds.training import console
@@ -73,7 +73,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
             write_reference(output, dataset, values, recipe.model.path)
 
     settings = derive_plan_settings(recipe)
-    check_model(settings)
+    check_architecture(settings)
     start_ranks(recipe.engine, recipe.parallel)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         run_on_first_rank(check_output)

@@ -11,7 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import Progress
 from vcore_ds.data import scores_folder
 from vcore_ds.method.weights import gibbs_weights, gibbs_weights_for_budget
-from vcore_ds.training.keep import KeptTraces
+from vcore_ds.training.kept_traces import KeptTraces
 
 _SHARPNESS = re.compile(r"(kl_budget|temperature)=([0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _EXPECTED = "what vcore-ds score --tokens all writes there. Score again"

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
+from vcore_ds.config.exports import resolve_exports
 from vcore_ds.config.method_section import read_function
 from vcore_ds.config.problems import (
     RecipeError,
@@ -34,7 +35,6 @@ from vcore_ds.config.problems import (
     nearest_keys,
     show,
 )
-from vcore_ds.config.results import use_results
 from vcore_ds.config.schema import (
     FOREIGN_KEYS,
     SECTIONS,
@@ -201,7 +201,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         merged.values.setdefault(section, {})  # a missing section is reported by its missing keys
     _resolve_deepspeed_config(merged)
     _resolve_function(merged)
-    if unusable := [f"{merged.find_source(key)}: {text}" for key, text in use_results(merged.values)]:
+    if unusable := [f"{merged.find_source(key)}: {text}" for key, text in resolve_exports(merged.values)]:
         raise RecipeError([*merged.problems, *unusable])
     try:
         recipe = Recipe.model_validate(merged.values)

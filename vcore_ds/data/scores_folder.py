@@ -348,7 +348,7 @@ _WEIGHTS_EXPECTED = "the file that `vcore-ds keep SCORES --weights kl_budget=NUM
 _WEIGHTS_REMEDY = "Score data.train_path as it is now with --tokens all, and write the weights again"
 
 
-class StoredWeights:
+class TokenWeights:
     """The weights of a token store's tokens (`method.name: stored`), in memory, 2 bytes each."""
 
     def __init__(self, path: Path, store: "Store"):

@@ -35,7 +35,7 @@ class TokenizedSequence:
     reference_log_probability: float | None = None
     """nats, summed over the supervised tokens, under the reference model (see `add_reference`)"""
     loss_weights: np.ndarray | None = None
-    """float16 [n], factor of each token's loss, 1 on average; None if not stored (see `StoredWeights`)"""
+    """float16 [n], factor of each token's loss, 1 on average; None if not stored (see `TokenWeights`)"""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -19,7 +19,7 @@ from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import local_rank, num_local_ranks, use_local_compile_caches, uses_gpu
 from vcore_ds.distributed.network import choose_gloo_interface, node_name
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 _created_group: dist.ProcessGroup | None = None
 """The process group that `start_process_group` created, until it is destroyed."""
@@ -166,7 +166,7 @@ def _waiting_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
-def run_first_rank_first(work: Callable[[], Result]) -> Result:
+def run_on_ranks_in_turn(work: Callable[[], T]) -> T:
     """Run `work()` on rank 0, then on the first rank of every node, then on all others, so that later ranks find the
     files of earlier ones, whether nodes share a file system or not. A collective; waiting ranks do not time out.
     Raises the first UserError of `work` on all ranks alike."""
@@ -183,10 +183,10 @@ def run_first_rank_first(work: Callable[[], Result]) -> Result:
         for problem in messages:
             if problem is not None:
                 raise UserError(problem)
-    return cast(Result, result)
+    return cast(T, result)
 
 
-def run_on_first_rank(work: Callable[[], Result]) -> Result | None:
+def run_on_first_rank(work: Callable[[], T]) -> T | None:
     """Run `work()` on rank 0 while the others wait; they get None. A collective, with the errors of
-    `run_first_rank_first`."""
-    return run_first_rank_first(lambda: work() if layout.is_first() else None)
+    `run_on_ranks_in_turn`."""
+    return run_on_ranks_in_turn(lambda: work() if layout.is_first() else None)

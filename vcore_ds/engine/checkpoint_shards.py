@@ -32,7 +32,7 @@ from vcore_ds.distributed.process_group import cpu_group
 from vcore_ds.engine.flat_shards import PartitionedParameter, full_shape, is_expert_block
 from vcore_ds.engine.zero3 import Engine
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 State: TypeAlias = Mapping[str, DTensor]  # tensors by their names in a checkpoint
 Group: TypeAlias = ProcessGroup  # for callers, which do not import torch.distributed
 
@@ -55,11 +55,11 @@ class CheckpointFailed(RunFailed):
     alike."""
 
 
-def run_on_all_ranks(folder: Path, action: Callable[[], Result], group: Group | None = None) -> list[Result]:
+def run_on_all_ranks(folder: Path, action: Callable[[], T], group: Group | None = None) -> list[T]:
     """Run `action` and return the results of all ranks. A collective. An error on one rank is raised on all of them:
     otherwise the others would hang in the next collective. `group`: a duplicate of the group of all ranks, for calls
     from another thread than the main one."""
-    outcome: tuple[Result | None, str | None]
+    outcome: tuple[T | None, str | None]
     try:
         outcome = (action(), None)
     except Exception as error:

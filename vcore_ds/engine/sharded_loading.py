@@ -28,7 +28,7 @@ from transformers.modeling_utils import local_torch_dtype
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.text import Progress
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import run_first_rank_first
+from vcore_ds.distributed.process_group import run_on_ranks_in_turn
 from vcore_ds.engine.deepspeed_start import find_tensor_axis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned, unpadded_shard
 from vcore_ds.models.causal_lm import load_causal_lm, prepare_for_training, read_training_config, refuse_failing_code
@@ -123,7 +123,7 @@ def _announce_zero3(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 def find_stored_model(path: str) -> tuple[PretrainedConfig, StoredWeights]:
     """Find the model's configuration and stored weights. A collective. Raises UserError, on all ranks alike, if there
     is no such model or nodes have copies of different ones (only files' headers are compared)."""
-    config, weights = run_first_rank_first(lambda: (read_training_config(path), find_stored_weights(path)))
+    config, weights = run_on_ranks_in_turn(lambda: (read_training_config(path), find_stored_weights(path)))
     by_rank = layout.gather_objects("job", (weights.fingerprint(), platform.node()))
     first_fingerprint, first_host = by_rank[0]
     for rank, (fingerprint, host) in enumerate(by_rank):

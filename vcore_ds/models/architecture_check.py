@@ -145,7 +145,7 @@ def _check_number_of_layers(path: str, config: PretrainedConfig, names: Iterable
         )
 
 
-def check_model(settings: PlanSettings) -> None:
+def check_architecture(settings: PlanSettings) -> None:
     """Raise UserError if the model's folder is incomplete or its architecture unsupported; reads no weights."""
     check_model_folder(settings.model.path)
     check_configuration(settings)

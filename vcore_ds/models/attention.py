@@ -82,7 +82,7 @@ MAX_KERNEL_HEAD_DIM = MAX_FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreOptions:
     """How a layer computes attention scores."""
 
     scale: float  # factor on the scores
@@ -94,7 +94,7 @@ AttentionInputs = Sequence[Any]
 """Query `[b, A, T, D]`, key and value `[b, K, T, D]`, and attention sinks `[A]`: either their values, where None means
 no sinks, or their tangents, where None means zero."""
 
-Attend = Callable[[AttentionInputs, AttentionInputs, SequenceLayout, Scoring], tuple[Tensor, Tensor | None]]
+Attend = Callable[[AttentionInputs, AttentionInputs, SequenceLayout, ScoreOptions], tuple[Tensor, Tensor | None]]
 """Maps values and tangents to the output `[b, A, T, D]` and its tangent, None if all tangents are None."""
 
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "sinks", "indices", "block_indices")
@@ -104,7 +104,7 @@ _UNSUPPORTED_ARGUMENTS = ("position_bias", "sinks", "indices", "block_indices")
 class MaskDescription(NamedTuple):
     """What `comparing_masks` makes an architecture pass to its attention in place of a mask."""
 
-    window: int | None  # as `Scoring.sliding_window`
+    window: int | None  # as `ScoreOptions.sliding_window`
     is_customised: bool = False  # whether the mask has conditions of the architecture's own
 
 
@@ -162,7 +162,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
         k, value_dim = sequence_layout.sequence_parallel, value.shape[-1]
-        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+        scoring = ScoreOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
         unpacked = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
         (*primals, sinks), (*tangents, d_sinks) = zip(*unpacked, strict=True)
 
@@ -190,14 +190,14 @@ def _pad_head_dim(tensor: Tensor, dim: int) -> Tensor:
 
 
 def attend_with_graph(
-    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: ScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of passes with a gradient: the fused kernels, which would lose tangents."""
     assert all(x is None for x in tangents)
     return causal_attention(primals, layout, scoring), None
 
 
-def causal_attention(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> Tensor:
+def causal_attention(primals: AttentionInputs, layout: SequenceLayout, scoring: ScoreOptions) -> Tensor:
     """Compute attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
     if _can_use_flash(query, scoring):
@@ -206,7 +206,7 @@ def causal_attention(primals: AttentionInputs, layout: SequenceLayout, scoring: 
     return output
 
 
-def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
+def _can_use_flash(query: Tensor, scoring: ScoreOptions) -> bool:
     """Whether PyTorch's variable-length flash kernel supports this: it has no softcap, and unlike
     `scaled_dot_product_attention` does not pad heads."""
     head_dim, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
@@ -215,7 +215,7 @@ def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
     return query.is_cuda and is_half and fits and scoring.softcap is None
 
 
-def _attend_on_gpu(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_on_gpu(primals: AttentionInputs, layout: SequenceLayout, scoring: ScoreOptions) -> tuple[Tensor, Tensor]:
     """Attention by the flash kernel, differentiable: output `[b, A, T, D]` and log-sum-exp `[b, A, T]`."""
     query, key, value, sinks = primals
     if not SUPPORTS_GQA:
@@ -243,7 +243,7 @@ def apply_per_sequence(
     return [torch.cat(results) for results in zip(*rows, strict=True)]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: ScoreOptions) -> Tensor:
     """Attention of unpacked sequences, for any device and dtype."""
     sees_all = scoring.sliding_window is None or query.shape[2] <= scoring.sliding_window
     if sees_all and scoring.softcap is None:
@@ -258,7 +258,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sco
 
 
 def attend_with_tangents(
-    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: ScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of forward-mode (JVP) passes without a gradient: the Triton kernel where it applies, else in blocks."""
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
@@ -289,7 +289,7 @@ def _run_triton(
     primals: AttentionInputs,
     tangents: AttentionInputs,
     layout: SequenceLayout,
-    scoring: Scoring,
+    scoring: ScoreOptions,
     given: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and tangent by the Triton kernel; the tangent alone if output and log-sum-exp are given."""
@@ -332,7 +332,7 @@ def has_triton() -> bool:
 
 
 def attend_with_graph_and_tangents(
-    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: ScoreOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of passes with a gradient and tangents: autograd records the value but not the tangent.
 

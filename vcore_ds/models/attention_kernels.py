@@ -220,7 +220,7 @@ def explicit_attention(
 
     Every operation has a derivative in both modes, so inputs may require gradients or be dual tensors. Only one band of
     queries has its scores in memory at a time; the backward recomputes them. Shapes as in `flash_attention`, scores as
-    in `vcore_ds.models.attention.Scoring`; sinks are neither scaled nor capped.
+    in `vcore_ds.models.attention.ScoreOptions`; sinks are neither scaled nor capped.
     """
     num_tokens = query.shape[2]
     positions, outputs = torch.arange(num_tokens, device=query.device), []

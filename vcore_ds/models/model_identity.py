@@ -21,7 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import expand_home, reading
-from vcore_ds.config.results import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from vcore_ds.config.exports import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 

@@ -33,17 +33,17 @@ from vcore_ds.data.dataset import (
     list_files,
     list_shares,
 )
-from vcore_ds.data.scores_folder import StoredWeights
+from vcore_ds.data.scores_folder import TokenWeights
 from vcore_ds.data.store import TokenStore, check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
-from vcore_ds.distributed.process_group import run_first_rank_first
+from vcore_ds.distributed.process_group import run_on_ranks_in_turn
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.batch_layout import BatchLayout, Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
 from vcore_ds.training import console
-from vcore_ds.training.keep import KeptTraces, read_matching_kept
+from vcore_ds.training.kept_traces import KeptTraces, read_matching_kept
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class DataReader:
             dataset = add_reference(store, self.settings.reference_log_probabilities)
         weights = None
         if self.settings.token_weights is not None:
-            weights = StoredWeights(Path(self.settings.token_weights), store)
+            weights = TokenWeights(Path(self.settings.token_weights), store)
             dataset = ChangedDataset(store, weights.add_to, weights.digest)
         kept = self._select(store)
         positions = np.arange(len(store)) if kept is None else kept.positions
@@ -233,7 +233,7 @@ class DataReader:
         """Select traces by `data.keep`; None without it."""
         if (keep := self.settings.keep) is None:
             return None
-        kept = run_first_rank_first(lambda: read_matching_kept(keep, store, self.model, self.adapter))
+        kept = run_on_ranks_in_turn(lambda: read_matching_kept(keep, store, self.model, self.adapter))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
         if len(set(layout.gather_objects("job", kept.digest))) > 1:
             raise UserError(
@@ -295,7 +295,7 @@ class DataReader:
                 check_contents(folder, cache_root(settings.cache_dir))
             return folder
 
-        store = open_store(settings, run_first_rank_first(find_store), self.model, self.tokenizer)
+        store = open_store(settings, run_on_ranks_in_turn(find_store), self.model, self.tokenizer)
         console.note(f"Data: {path}: {store.describe()}")
         for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
             console.warn(f"{path}: {number:,} {what}")

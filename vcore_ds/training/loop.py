@@ -18,7 +18,7 @@ from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.position import get_position, mark
-from vcore_ds.distributed.process_group import run_first_rank_first
+from vcore_ds.distributed.process_group import run_on_ranks_in_turn
 from vcore_ds.distributed.signals import Stops, stop_signals
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
 from vcore_ds.method.objective import Normalization, sequence_shares
@@ -217,7 +217,7 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
         if reason is not None or run.checkpoints.is_due(done, num_steps):
             mark("checkpoint")
             # A checkpoint must not outlive the metrics of its steps; if rank 0 cannot write them, all ranks fail.
-            run_first_rank_first(lambda: None if run.metrics_log is None else run.metrics_log.flush())
+            run_on_ranks_in_turn(lambda: None if run.metrics_log is None else run.metrics_log.flush())
             is_last = reason is not None or done == num_steps
             folder, seconds = run.checkpoints.save(
                 done, run.trainer.engine, run.trainer.estimator, losses, is_last=is_last

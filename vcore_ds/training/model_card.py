@@ -93,7 +93,7 @@ def _list_losses(run: Path) -> Iterator[str]:
         yield f"Held-out loss{name and ' on '}{name}: {loss:.4f} nats{before}"
 
 
-def rehearse_result(
+def check_export(
     model: ModelConfig,
     lora: LoraConfig | None,
     method: MethodConfig,

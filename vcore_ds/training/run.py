@@ -26,7 +26,7 @@ from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.architecture_check import check_model, count_parameters
+from vcore_ds.models.architecture_check import check_architecture, count_parameters
 from vcore_ds.models.model_folder import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -52,7 +52,7 @@ from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
 from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_to_end, validate
 from vcore_ds.training.metrics_log import MetricsLog, name_held_out, start_trackers
-from vcore_ds.training.model_card import Kind, make_model_card, rehearse_result
+from vcore_ds.training.model_card import Kind, check_export, make_model_card
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.run_folder import begin_branch, can_resume
 from vcore_ds.training.schedule import Schedule, derive_schedule
@@ -87,7 +87,7 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
     for key, path in recipe.data.paths().items():
         if key not in WRITTEN_BY_COMMANDS:
             check_source(path, recipe.data.split)  # before the model, whose lookup takes a minute without a connection
-    check_model(derive_plan_settings(recipe))
+    check_architecture(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
@@ -111,8 +111,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     available = find_available_memory()
     memory = describe_start(recipe, opened, settings, ds_config, available)
     check_memory(memory, available, recipe.engine)
-    parts = recipe.model, recipe.lora, recipe.method, recipe.data
-    run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
+    tokenizer = opened.reader.tokenizer
+    run_on_first_rank(lambda: check_export(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer))
     with advising_on_memory(memory):
         return run_opened(recipe, opened, lock, settings, ds_config, memory)
 
@@ -384,8 +384,12 @@ def write_result(
         normalization = recipe.method.normalization
         run_on_first_rank(lambda: run_folder.write_held_out_losses(run.folder, before, after, normalization))
     kind: Kind = "model" if recipe.lora is None else "adapter"
-    parts = recipe.model.path, recipe.lora, recipe.method, recipe.data, kind
-    card = run_on_first_rank(lambda: make_model_card(run.folder, *parts, base_digest=base_digest))
+
+    def make_card() -> str:
+        model, data = recipe.model.path, recipe.data
+        return make_model_card(run.folder, model, recipe.lora, recipe.method, data, kind, base_digest=base_digest)
+
+    card = run_on_first_rank(make_card)
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, result.export_folder, card=card)
     if run.metrics_log is not None:
         run.metrics_log.close()

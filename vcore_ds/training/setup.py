@@ -11,7 +11,7 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import EngineConfig, ParallelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
-from vcore_ds.distributed.process_group import run_first_rank_first, run_on_first_rank, start_process_group
+from vcore_ds.distributed.process_group import run_on_first_rank, run_on_ranks_in_turn, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.sharded_loading import load_sharded, partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
@@ -39,7 +39,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
     """Plan how batches are spread over the ranks of this job, make the groups that this needs, and connect all groups.
     A collective. Raises UserError, on all ranks alike, if a rank cannot read the model's configuration, and RecipeError
     as `plan_batch`."""
-    shape = run_first_rank_first(lambda: read_model(settings.model.path).shape)
+    shape = run_on_ranks_in_turn(lambda: read_model(settings.model.path).shape)
     # Rank 0's values: all ranks must plan the same layout, even if nodes differ.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(

@@ -27,7 +27,7 @@ from vcore_ds.data.answers import (
     math_prompt,
     read_letter,
 )
-from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
+from vcore_ds.data.prepare.sources import UnreadableRow, read_problem_rows, require_text
 from vcore_ds.training.evaluation_folder import SampleResult
 
 SUBSET_SIZE = 1_000
@@ -134,7 +134,7 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
         prefix = f"{source.rpartition('/')[2]}/" if len(sources) > 1 else ""
         for number, (where, row) in enumerate(read_problem_rows(source, split), start=1):
             try:
-                if isinstance(row, Broken):
+                if isinstance(row, UnreadableRow):
                     raise ValueError(row.reason)
                 problem = task.read(row)
                 fields = f"{problem.id}{problem.input}{problem.target}{problem.metadata or ''}"

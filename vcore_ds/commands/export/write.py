@@ -169,7 +169,7 @@ def export_run(
         try:
             with writing("--output", folder, NEW_FOLDER):
                 if kind == "adapter":
-                    num_bytes = write_adapter(recipe, trained, folder, card, wanted, base_model)
+                    num_bytes = export_adapter(recipe, trained, folder, card, wanted, base_model)
                 else:
                     num_bytes = write_model(recipe, trained, folder, card, wanted, max_file_bytes)
         except BaseException:
@@ -272,7 +272,7 @@ def check_fit(recipe: Recipe, trained: TrainedWeights, expected: Mapping[str, to
         )
 
 
-def write_adapter(
+def export_adapter(
     recipe: Recipe, trained: TrainedWeights, folder: Path, card: str, dtype: torch.dtype, base_model: str | None
 ) -> int:
     """Write the adapter in peft's format; return the bytes of its weights."""

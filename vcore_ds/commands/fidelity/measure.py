@@ -33,7 +33,7 @@ from vcore_ds.distributed.position import mark
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.weights import Tokens, segment_sum
-from vcore_ds.models.architecture_check import check_model
+from vcore_ds.models.architecture_check import check_architecture
 from vcore_ds.models.description import DTYPES
 from vcore_ds.models.dual_tensors import has_fp8_units
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -82,7 +82,7 @@ AGREEMENT = ["Spearman", "within a sequence", "relative error", "weight overlap"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate(Agreement):
+class EstimatorAgreement(Agreement):
     """An estimator compared with the reference in higher precision."""
 
     estimator: str
@@ -119,7 +119,7 @@ class FidelityReport:
     """Weight overlap of uniform weights with the reference's: the baseline."""
     loss_error_nats: float | None = None
     """RMS over tokens of the loss in the recipe's precision minus the reference's."""
-    estimators: list[Estimate] = field(default_factory=list)
+    estimators: list[EstimatorAgreement] = field(default_factory=list)
     """jvp first, then finite differences from the largest epsilon."""
     low_ranks: list[LowRankDirection] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ def measure_fidelity(
     """Measure on `num_sequences` over all ranks, after optimizer steps, print, and write into `output`. `ranks`: values
     of probe.rank; not measured with LoRA. Collective. Raises UserError before the model is loaded."""
     # The reference is a forward-mode derivative, whatever the recipe's estimator.
-    check_model(derive_plan_settings(_with_utilities(recipe).model_copy(update={"utility": UtilityConfig()})))
+    check_architecture(derive_plan_settings(_with_utilities(recipe).model_copy(update={"utility": UtilityConfig()})))
     start_ranks(recipe.engine, recipe.parallel)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         report = _measure(recipe, num_sequences, epsilons, ranks, after_steps)
@@ -261,7 +261,9 @@ class Bench:
 
         def add(estimator: str, utilities: Tensor, is_selected: bool, **others: float) -> None:
             agreement = asdict(self.agreement(utilities, reference))
-            report.estimators.append(Estimate(estimator=estimator, is_selected=is_selected, **agreement, **others))
+            report.estimators.append(
+                EstimatorAgreement(estimator=estimator, is_selected=is_selected, **agreement, **others)
+            )
             at = f", epsilon {others['epsilon']:g}" if others else ""
             console.say(f"{estimator}{at}: Spearman {show(agreement['spearman'])}")
 

@@ -197,7 +197,7 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     if settings.num_steps is not None:
         return settings
     if recipe.data.keep is not None:
-        from vcore_ds.training.keep import read_kept  # imports torch: seconds
+        from vcore_ds.training.kept_traces import read_kept  # imports torch: seconds
 
         is_here = is_readable(recipe.data.keep.scores)
         num_sequences = len(read_kept(recipe.data.keep).positions) if is_here else None

@@ -12,9 +12,9 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import reading, refuse_existing
 from vcore_ds.config import sections
+from vcore_ds.config.exports import ADAPTER_CONFIG
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.method_section import MethodConfig
-from vcore_ds.config.results import ADAPTER_CONFIG
 from vcore_ds.config.schema import Recipe
 
 if TYPE_CHECKING:
@@ -60,9 +60,16 @@ _SET = re.compile(r"(\w{1,64})=(.+)")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    named = (arguments.target, arguments.overrides, arguments.sets, arguments.checkpoint, arguments.output)
-    all_tokens = arguments.tokens == "all"
-    inputs = read_inputs(*named, data=arguments.data, again=arguments.again, all_tokens=all_tokens)
+    inputs = read_inputs(
+        arguments.target,
+        arguments.overrides,
+        arguments.sets,
+        arguments.checkpoint,
+        arguments.output,
+        data=arguments.data,
+        again=arguments.again,
+        all_tokens=arguments.tokens == "all",
+    )
     with lasting_imports():
         from vcore_ds.commands.score.compute import score
 

@@ -20,13 +20,13 @@ import psutil
 import torch
 
 from vcore_ds.commands.score import NEW_FOLDER, ScoreInputs
-from vcore_ds.commands.score.results import ScoredSequence, ScoringPass, count_rows, write_results
+from vcore_ds.commands.score.output import ScoredSequence, ScoringPass, count_rows, write_results
 from vcore_ds.common import __version__
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, compute_file_digest, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count, duration, gib
-from vcore_ds.config.results import ADAPTER_WEIGHTS
+from vcore_ds.config.exports import ADAPTER_WEIGHTS
 from vcore_ds.config.schema import flat_values
 from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
@@ -40,7 +40,7 @@ from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
-from vcore_ds.models.architecture_check import check_model, count_parameters
+from vcore_ds.models.architecture_check import check_architecture, count_parameters
 from vcore_ds.models.description import DTYPES
 from vcore_ds.models.model_identity import check_adapter_base, compute_model_digest
 from vcore_ds.planning.batch_layout import Utilization, summarize
@@ -86,7 +86,7 @@ def score(inputs: ScoreInputs) -> None:
     """Score on all ranks and write the folder on rank 0. A collective. Raises UserError for a user's mistake or a full
     disk, keeping finished work, and NonFiniteLoss on all ranks, with the sequences."""
     recipe = inputs.recipe
-    check_model(derive_plan_settings(recipe))
+    check_architecture(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 

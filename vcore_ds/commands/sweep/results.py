@@ -40,7 +40,7 @@ SIZE_KEYS = [key for keys in SIZES.values() for key in keys]
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class SettingRuns:
     """The finished runs of a cell."""
 
     name: str
@@ -66,7 +66,7 @@ class Cell:
         return bool(rises := self.rises.get(title)) and float(np.mean(rises)) > 0
 
 
-def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[Cell], str]:
+def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[SettingRuns], str]:
     """Group the runs of a sweep by its cells; and find the key of the pictures' x axis: the numeric one with most
     values that is no size, the learning rate first; empty if there is none."""
     by_cell: dict[str, list[ReportedRun]] = {}
@@ -92,18 +92,18 @@ def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[Cell], str]:
             for title, (start, end) in _losses(run).items():
                 losses.setdefault(title, {})[run.recipe.run.seed] = end
                 rises.setdefault(title, []).extend([] if start is None else [end - start])
-        cells.append(Cell(name, members, own, line or members[0].recipe.method.name, places, losses, rises))
+        cells.append(SettingRuns(name, members, own, line or members[0].recipe.method.name, places, losses, rises))
     return cells, x
 
 
-def _group(cells: Iterable[Cell], label: Callable[[Cell], str]) -> dict[str, list[Cell]]:
-    groups: dict[str, list[Cell]] = {}
+def _group(cells: Iterable[SettingRuns], label: Callable[[SettingRuns], str]) -> dict[str, list[SettingRuns]]:
+    groups: dict[str, list[SettingRuns]] = {}
     for one in cells:
         groups.setdefault(label(one), []).append(one)
     return groups
 
 
-def rank_cells(cells: Iterable[Cell], title: str, *, by_line: bool = True) -> list[list[Cell]]:
+def rank_cells(cells: Iterable[SettingRuns], title: str, *, by_line: bool = True) -> list[list[SettingRuns]]:
     """The cells of each size (and line) by their mean loss, the smallest first; those that ended above their start are
     last."""
     groups = _group(
@@ -112,12 +112,12 @@ def rank_cells(cells: Iterable[Cell], title: str, *, by_line: bool = True) -> li
     return [sorted(group, key=lambda one: (one.has_risen(title), one.mean(title))) for group in groups.values()]
 
 
-def find_best(cells: Iterable[Cell], title: str) -> list[Cell]:
+def find_best(cells: Iterable[SettingRuns], title: str) -> list[SettingRuns]:
     """Of each line at each size, the cell with the smallest mean loss."""
     return [group[0] for group in rank_cells(cells, title)]
 
 
-def judge_cells(cells: Iterable[Cell], title: str, *, by_line: bool) -> dict[str, str]:
+def judge_cells(cells: Iterable[SettingRuns], title: str, *, by_line: bool) -> dict[str, str]:
     """Name of a cell -> `best` of its size (and line), or why it could not be called so; none for the others."""
     verdicts = {}
     for group in rank_cells(cells, title, by_line=by_line):
@@ -160,7 +160,7 @@ Laws = tuple[list[str], list[Fit]]
 """The sizes that vary along a line, and its power laws, the best first."""
 
 
-def fit_lines(best: Sequence[Cell], title: str) -> dict[str, Laws]:
+def fit_lines(best: Sequence[SettingRuns], title: str) -> dict[str, Laws]:
     """Fit the loss along each line; no laws for too few sizes, or models of unknown size."""
     laws: dict[str, Laws] = {}
     for line, cells in _group(best, lambda one: one.line).items():
@@ -175,7 +175,7 @@ def fit_lines(best: Sequence[Cell], title: str) -> dict[str, Laws]:
     return laws
 
 
-def make_charts(cells: Sequence[Cell], x: str, laws: Mapping[str, Laws], title: str) -> list[Chart]:
+def make_charts(cells: Sequence[SettingRuns], x: str, laws: Mapping[str, Laws], title: str) -> list[Chart]:
     """Charts of a loss: of all cells against `x`, and of the best against each size, with a panel for each value of the
     other sizes. `laws`: of each line."""
     charts = []
@@ -191,7 +191,7 @@ def make_charts(cells: Sequence[Cell], x: str, laws: Mapping[str, Laws], title: 
 
 
 def _make_chart(
-    axis: str, panel: str, cells: Sequence[Cell], xs: Sequence[float], laws: Mapping[str, Laws], title: str
+    axis: str, panel: str, cells: Sequence[SettingRuns], xs: Sequence[float], laws: Mapping[str, Laws], title: str
 ) -> Chart:
     """`xs`: all places of the cells, ascending."""
     is_log, series = xs[0] > 0 and xs[-1] >= LOG_RANGE * xs[0], []
@@ -286,9 +286,9 @@ def sweep_text(section: Section) -> str:
 
 def _make_table(
     caption: str,
-    cells: Sequence[Cell],
+    cells: Sequence[SettingRuns],
     titles: Sequence[str],
-    bases: Mapping[str, Cell],
+    bases: Mapping[str, SettingRuns],
     verdicts: Mapping[str, str],
 ) -> Table:
     """Settings, mean losses and costs. `bases`: name of a cell -> the one that it is compared with; `verdicts`: of
@@ -325,7 +325,7 @@ def _make_table(
     return Table(caption, [name for name, _ in columns], [list(row) for row in rows])
 
 
-def _show_setting(one: Cell, key: str) -> str:
+def _show_setting(one: SettingRuns, key: str) -> str:
     value = "" if one.settings[key] is None else show_value(one.settings[key])
     size = one.places.get(N) if key == "model.path" else None
     return f"{value} ({_format_size(size)})" if size else value

@@ -13,7 +13,7 @@ import numpy as np
 from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, Supervise, render_conversation
 from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare.rows import read_chat_row
-from vcore_ds.data.prepare.sources import Broken, RawFile, describe_source
+from vcore_ds.data.prepare.sources import RawFile, UnreadableRow, describe_source
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED, describe_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
@@ -73,7 +73,7 @@ class PrepareRequest:
 
 
 @dataclass
-class Result:
+class RowOutcome:
     """The outcome of a row."""
 
     number: int  # in its file, from 0
@@ -100,7 +100,7 @@ def convert_batch(
 ) -> dict[str, list[Any]]:
     """Convert encoded rows of a file; `numbers[places]` are theirs."""
     tokenizer = open_tokenizer(request.tokenizer)
-    results = [Result(number) for number in numbers[places].tolist()]
+    results = [RowOutcome(number) for number in numbers[places].tolist()]
     items = [
         examine_row(result, file.parse(row.as_py()), request, file, tokenizer)
         for result, row in zip(results, batch["row"], strict=True)
@@ -120,13 +120,13 @@ def convert_batch(
 
 
 def examine_row(
-    result: Result, row: Any, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase | None"
+    result: RowOutcome, row: Any, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> RenderedConversation | None:
     """Read a row, render it, and record in `result` what is found. Returns None for a row that
     is malformed or left out, and without a tokenizer."""
     item = None
     try:
-        if isinstance(row, Broken):
+        if isinstance(row, UnreadableRow):
             raise Malformed(row.reason)
         conversation = read_chat_row(row, from_table=file.is_table, columns=request.columns)
         result.shape = conversation.shape
@@ -157,7 +157,7 @@ def _check_size(conversation: Conversation, request: PrepareRequest) -> None:
         raise Dropped(f"longer than {limit:,} characters")
 
 
-def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest) -> tuple[np.ndarray, np.ndarray]:
+def _judge(result: RowOutcome, sequence: TokenizedSequence, request: PrepareRequest) -> tuple[np.ndarray, np.ndarray]:
     """Decide whether a sequence is kept; return its tokens and their marks, or nothing."""
     cutoff, result.num_tokens = request.cutoff_length, len(sequence)
     is_overlong, has_target = len(sequence) > cutoff, sequence.supervised[:cutoff].any()

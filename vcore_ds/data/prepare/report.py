@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vcore_ds.data.conversations import check_tokenizer
-from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, PrepareRequest, Result, examine_row
+from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, PrepareRequest, RowOutcome, examine_row
 from vcore_ds.data.prepare.sources import find_files, number_rows
 from vcore_ds.data.store import MANIFEST, TokenStore, describe_counts, read_manifest
 from vcore_ds.data.templates import find_end
@@ -43,7 +43,7 @@ class PrepareReport:
     _digests: array = field(default_factory=lambda: array("Q"))
     _lengths: array = field(default_factory=lambda: array("q"))
 
-    def count(self, result: Result, source: str) -> None:
+    def count(self, result: RowOutcome, source: str) -> None:
         """Add the result of a row of `source`."""
         self.outcomes[result.outcome] += 1
         self.longest = max(self.longest, result.num_tokens)
@@ -161,7 +161,7 @@ def describe_reading(
         request = PrepareRequest((path,), "", split, columns=columns or {})
         report = PrepareReport(request)
         for file, number, row in islice(number_rows(find_files([path], split)), _NUM_ROWS):
-            result = Result(number)
+            result = RowOutcome(number)
             examine_row(result, row, request, file, tokenizer)
             report.count(result, path)
             report.num_rows += 1
@@ -182,7 +182,7 @@ def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
             yield _show_sequence(f"{source}: sequence {sequence.sequence_id}", sequence, tokenizer)
     files, num_shown = find_files([source for source in request.sources if source not in stores], request.split), 0
     for file, i, row in islice(number_rows(files), number + _MAX_REASONS):
-        result, place = Result(i), f"{file.name}:{i + 1}"
+        result, place = RowOutcome(i), f"{file.name}:{i + 1}"
         item = examine_row(result, row, request, file, tokenizer)
         if item is None:
             yield f"{place}: {'malformed' if result.reason else 'left out'}: {result.reason or result.outcome}"

@@ -38,13 +38,13 @@ _KINDS = f"{', '.join(DATA_SUFFIXES)}, also compressed ({', '.join(COMPRESSIONS)
 
 
 @dataclass(frozen=True)
-class Broken:
+class UnreadableRow:
     """A row that cannot be read."""
 
     reason: str
 
 
-BLANK = Broken("blank line")  # A line that counts for line numbers but is no row
+BLANK = UnreadableRow("blank line")  # A line that counts for line numbers but is no row
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RawFile:
         return find_data_suffix(self.path) in (".parquet", ".arrow")
 
     def rows(self) -> Iterator[Any]:
-        """Yield each row, `Broken` or `BLANK`."""
+        """Yield each row, `UnreadableRow` or `BLANK`."""
         return map(self.parse, self.encoded_rows())
 
     def parse(self, encoded: bytes) -> Any:
@@ -299,7 +299,7 @@ def _pickle_rows(batch: "RecordBatch") -> Iterator[bytes]:
             for i in range(batch.num_rows):
                 yield from _pickle_rows(batch.slice(i, 1))
             return
-        rows = [Broken(f"not readable ({first_line(error)})")]
+        rows = [UnreadableRow(f"not readable ({first_line(error)})")]
     yield from map(pickle.dumps, rows)
 
 
@@ -307,15 +307,15 @@ def _parse_line(line: bytes) -> Any:
     try:
         return json.loads(line.decode()) if line else BLANK
     except (ValueError, RecursionError) as error:
-        return Broken(f"not JSON ({first_line(error)})")
+        return UnreadableRow(f"not JSON ({first_line(error)})")
 
 
-def read_problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
-    """Yield (location for messages, columns or `Broken`) of each row that is not blank, for evaluation and RL.
+def read_problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | UnreadableRow]]:
+    """Yield (location for messages, columns or `UnreadableRow`) of each row that is not blank, for evaluation and RL.
     `source`, `split`: as in `find_files`. Raises UserError if the source cannot be read, or is empty."""
     for file, number, row in number_rows(find_files([source], split)):
-        if not isinstance(row, dict | Broken):
-            row = Broken(f"found {type(row).__name__}, expected an object")
+        if not isinstance(row, dict | UnreadableRow):
+            row = UnreadableRow(f"found {type(row).__name__}, expected an object")
         yield f"{file.name}: row {number + 1}", row
 
 

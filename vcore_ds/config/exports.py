@@ -118,7 +118,7 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
     return {"lora.rank": rank, "lora.alpha": alpha, "lora.target_modules": [*layers, *experts], "model.path": base}
 
 
-def use_results(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def resolve_exports(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Replace a run or a checkpoint in model.path and lora.adapter by the folder of its exported weights, and add what
     only the adapter says to the values of a recipe, in place. Yields (key, message) where that is impossible."""
     for section, name, kind in (("model", "path", "model"), ("lora", "adapter", "adapter")):

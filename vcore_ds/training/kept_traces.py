@@ -12,8 +12,8 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import compute_file_digest, reading, unfinished_path
 from vcore_ds.config.data_section import KeepConfig
+from vcore_ds.config.exports import ADAPTER_WEIGHTS, CARD
 from vcore_ds.config.problems import did_you_mean
-from vcore_ds.config.results import ADAPTER_WEIGHTS, CARD
 from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import Store, select_positions
 from vcore_ds.data.scores_folder import Scores

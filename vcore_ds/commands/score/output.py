@@ -127,13 +127,23 @@ def write_results(
     columns, num_tokens = _make_columns(store, passes)
     measured, rows = {}, []
     for name, (source, trusted) in sets.items():
-        own = [one for one in passes if one.set_name == name]
+        passes_of_set = [one for one in passes if one.set_name == name]
         total, mean, rank, _ = (columns[column] for column in utility_columns(name))
-        correlations = rank_correlation(total, num_tokens), rank_correlation(mean, num_tokens)
-        described = (source, trusted.digest, len(trusted), *own[-1].read_set(), *correlations)
-        measured[name] = scores_folder.TrustedSet(*described, **count_rows(trusted))
+        loss, gradient_norm = passes_of_set[-1].read_set()
+        measured[name] = scores_folder.TrustedSet(
+            source,
+            trusted.digest,
+            len(trusted),
+            loss=loss,
+            gradient_norm=gradient_norm,
+            length_correlation_sum=rank_correlation(total, num_tokens),
+            length_correlation_mean=rank_correlation(mean, num_tokens),
+            **count_rows(trusted),
+        )
         by_rank = np.argsort(rank).tolist()
-        rows += _make_token_rows(store, own, list(dict.fromkeys([*by_rank[:NUM_SHOWN], *by_rank[-NUM_SHOWN:]])))
+        rows += _make_token_rows(
+            store, passes_of_set, list(dict.fromkeys([*by_rank[:NUM_SHOWN], *by_rank[-NUM_SHOWN:]]))
+        )
     scores = replace(description, sets=measured)
     scores_folder.write_traces(staged, columns)
     scores_folder.write_tokens(staged, rows)
