@@ -3,8 +3,10 @@
     python -m tests.benchmarks.gpu_changes --shape 8b --layers 8 [--rounds 2] [--seconds 160] [--fused]
 
 Every step takes the same packs at a learning rate of 0, so losses and gradient norms must agree, to 1e-3: the exit code
-is 1 otherwise. `--shape tiny` runs on a CPU, where kernels do not. `cudnn` is a candidate that runs do not use: cuDNN's
-variable-length attention for passes without tangents, by PyTorch's private operators.
+is 1 otherwise. `--shape tiny` runs on a CPU, where kernels do not. Three candidates for attention without tangents are
+off in runs: `cudnn`, cuDNN's variable-length attention by PyTorch's private operators, and `flash 3` and `flash 4`,
+FlashAttention's packages (`flash_attn_interface`, `flash_attn.cute`) behind PyTorch's operators. Without the package a
+candidate is left out.
 """
 
 import argparse
@@ -89,7 +91,23 @@ PATCHES: dict[str, list[tuple[Any, str, Any]]] = {
     "all layers recomputed": [],
     "everything as before": [*EAGER_LAYERS, *EAGER_LOSS],
     "cudnn": [(attention_kernels.CudaFlash, "forward", attend_by_cudnn)],
+    "flash 3": [],
+    "flash 4": [],
 }
+FLASH_VERSIONS = {"flash 3": "FA3", "flash 4": "FA4"}  # names of torch.nn.attention
+
+
+def is_available(variant: str) -> bool:
+    """Whether a variant's attention runs here: candidates on GPUs, FlashAttention where its package is installed."""
+    if variant not in FLASH_VERSIONS:
+        return variant != "cudnn" or uses_gpu()
+    try:
+        torch.nn.attention.activate_flash_attention_impl(FLASH_VERSIONS[variant])
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        print(f"{variant}: left out: {error}")
+        return False
+    torch.nn.attention.restore_flash_attention_impl()
+    return uses_gpu()
 
 
 def choose(variant: str, chosen: ActivationMemory) -> ActivationMemory:
@@ -113,6 +131,9 @@ def changing(engine: Engine, variant: str, chosen: ActivationMemory) -> Iterator
         for layer in layers:
             layer.gradient_checkpointing = True
         engine.module.keep(choose(variant, chosen))
+        if variant in FLASH_VERSIONS:  # behind PyTorch's operators, which `CudaFlash` calls
+            torch.nn.attention.activate_flash_attention_impl(FLASH_VERSIONS[variant])
+            patches.callback(torch.nn.attention.restore_flash_attention_impl)
         try:
             yield
         finally:
@@ -140,9 +161,10 @@ def main() -> int:
     packs = [gpu.make_pack(num_tokens, sizes["vocab_size"], seed) for seed in range(3)]
     batches = StepBatches(packs[:2], packs[2:] if options.fused else [])
     lines: dict[str, list[dict[str, float]]] = {}
+    variants = [variant for variant in options.variants if is_available(variant)]
     for number in range(options.rounds + 1):
-        for variant in options.variants:
-            if time.monotonic() > end or (variant == "cudnn" and not uses_gpu()):
+        for variant in variants:
+            if time.monotonic() > end:
                 continue
             if uses_gpu():
                 torch.cuda.reset_peak_memory_stats()

@@ -14,18 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL
 from vcore_ds.models.attention import SequenceLayout
-from vcore_ds.models.causal_lm import (
-    DIVISORS,
-    FACTORS,
-    SOFTCAPS,
-    TokenLossModel,
-    find_decoder,
-    freeze_towers,
-    read_logit_transform,
-)
+from vcore_ds.models.causal_lm import TokenLossModel, find_decoder, freeze_towers, read_logit_transform
 from vcore_ds.models.description import VISION_LANGUAGE, find_auto_class, is_vision_language
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.token_loss import PLAIN
+from vcore_ds.planning.known_models import parse_shape
+from vcore_ds.planning.model_shape import LOGIT_TRANSFORMS
 
 VOCABULARY, TOKENS = 96, 20
 SIZES = dict(
@@ -128,7 +122,8 @@ def measure_loss_error(model: PreTrainedModel) -> float:
 @pytest.mark.parametrize("model_type", TRANSFORMED)
 def test_losses_are_those_of_the_models_own_logits(model_type: str) -> None:
     config = make_text_config(model_type, **TRANSFORMED[model_type])
-    assert read_logit_transform(config) != PLAIN
+    shape = parse_shape(config.to_dict())
+    assert read_logit_transform(config) != PLAIN and (shape is None or not shape.has_plain_logits)
     error = measure_loss_error(make(config))
     print(f"{model_type}: {read_logit_transform(config)}, relative error {error:.1e}")
     assert error < 1e-12
@@ -143,6 +138,8 @@ def test_decoders_under_other_names_are_supported(model_type: str) -> None:
     }[model_type]
     config = CONFIG_MAPPING[model_type](**{**sizes, "vocab_size": VOCABULARY})
     assert measure_loss_error(make(config)) < 1e-12
+    shape = parse_shape(config.to_dict())
+    assert shape is None or shape.has_plain_logits  # sizes of mpt have other names
 
 
 # ---- vision-language models ----------------------------------------------------------------------------------------
@@ -200,7 +197,7 @@ def test_the_tables_hold_every_architecture_that_transforms_its_logits() -> None
     for model_type, source in iter_forwards():
         config_type = CONFIG_MAPPING[model_type]
         text_type = (config_type.sub_configs or {}).get("text_config", config_type)
-        is_known = any(hasattr(text_type, name) for name in FACTORS + DIVISORS + SOFTCAPS)
+        is_known = any(hasattr(text_type, name) for name in LOGIT_TRANSFORMS)
         if operations.search(source) and not is_known:
             missing.append(model_type)
         if is_known and not operations.search(source):

@@ -16,8 +16,10 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import EngineConfig, LoraConfig
 from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.models import attention
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout
+from vcore_ds.planning import fit
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, choose_activations, describe_shortage, plan_memory
@@ -242,6 +244,10 @@ def test_memory_that_is_free_keeps_activations() -> None:
     other = replace(QWEN3_32B, is_counted=False)
     chosen_for_other = choose_activations(other, FULL, None, Available(2**50, 2**50), recomputes_all=False)
     assert chosen_for_other == replace(everything, num_kept=0, keeps_attention=False)
+    for shape, settings in ((replace(QWEN3_32B, has_plain_logits=False), FULL), (QWEN3_32B, replace(FULL, tensor=2))):
+        assert choose_activations(
+            shape, settings, None, Available(2**50, 2**50), recomputes_all=False
+        ).loss == LossMemory(2**31)
     on_cpu = choose(2**50, replace(FULL, on_gpu=False))
     assert on_cpu == replace(everything, loss=DEFAULT_LOSS_MEMORY)
     assert on_cpu.recomputed_share == 0 and choose(2**50, recomputes_all=True).recomputed_share == 1
@@ -255,6 +261,7 @@ LAYERS = {  # model type, sizes, and bytes of `1 + weight` in fp32 that the norm
     "llama": ("llama", dict(SIZES, num_key_value_heads=2), 0),
     "mistral": ("mistral", dict(SIZES, num_key_value_heads=2), 0),
     "qwen2": ("qwen2", dict(SIZES, num_key_value_heads=2), 0),
+    "repeated heads": ("qwen2", dict(SIZES, num_key_value_heads=1), 0),
     "four norms": ("gemma3_text", dict(SIZES, num_key_value_heads=2), 4 * (4 * 96 + 2 * 32)),
 }
 
@@ -280,11 +287,17 @@ def count_saved_bytes(model: TokenLossModel) -> int:
 @pytest.mark.parametrize("dropout", [None, 0.0, 0.1], ids=["all parameters", "adapters", "adapters with dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_keeps_what_autograd_saves(layer: str, dtype: torch.dtype, dropout: float | None) -> None:
+def test_a_layer_keeps_what_autograd_saves(
+    layer: str, dtype: torch.dtype, dropout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exactly, with and without activation checkpoints."""
     kind, sizes, constants = LAYERS[layer]
     lora = None if dropout is None else LoraConfig(rank=4, alpha=8, dropout=dropout)
     settings = MemorySettings(num_ranks=1, main_tokens=NUM_TOKENS, lora=lora, number_bytes=dtype.itemsize)
+    if layer == "repeated heads":  # as on a GPU before torch 2.12
+        attend, repeat = attention._attend, attention._repeat_kv_heads
+        settings = replace(settings, repeats_kv_heads=True)
+        monkeypatch.setattr(attention, "_attend", lambda q, k, v, *more: attend(q, *repeat(q, k, v), *more))
     options = dict(lora=lora is not None, dropout=dropout or 0.0, dtype=dtype, moe_kind=kind, on_experts=False)
     saved, estimated, backward = {}, {}, {}
     for is_checkpointed in (False, True):
@@ -319,7 +332,7 @@ def plan_recipe_memory(num_ranks: int, *overrides: str, on_gpu: bool = True) -> 
     return memory
 
 
-def test_memory_settings_follow_the_recipe() -> None:
+def test_memory_settings_follow_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = plan_recipe_memory(16).settings
     assert (settings.num_ranks, settings.main_tokens, settings.probe_tokens) == (16, 16384, 16384)
     assert settings.estimator == "jvp" and settings.is_checkpointed
@@ -335,6 +348,13 @@ def test_memory_settings_follow_the_recipe() -> None:
     assert offloaded.offloads_parameters and offloaded.offloads_optimizer
     assert plan_recipe_memory(16, "checkpoint.async=true").settings.stages_checkpoints
     assert [plan_recipe_memory(16, on_gpu=on_gpu).settings.on_gpu for on_gpu in (True, False)] == [True, False]
+    monkeypatch.setattr(fit, "version", lambda name: "2.11.0+cu130")  # whose attention takes no grouped heads
+    assert [plan_recipe_memory(16, on_gpu=on_gpu).settings.repeats_kv_heads for on_gpu in (True, False)] == [
+        True,
+        False,
+    ]
+    monkeypatch.setattr(fit, "version", lambda name: "2.12.0a0")
+    assert not plan_recipe_memory(16).settings.repeats_kv_heads
     assert not settings.keeps_direction and plan_recipe_memory(16, "probe.every=4").settings.keeps_direction
     coalesced = plan_recipe_memory(16, "engine.coalesce_gradient_reduction=true").settings
     assert coalesced.coalesces_gradients and not settings.coalesces_gradients

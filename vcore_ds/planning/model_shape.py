@@ -121,7 +121,7 @@ _FOUR_NORMS = re.compile(r"gemma[234]|glm4(?!.*moe)")  # architectures that also
 FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # of logits or hidden states: Granite, MiniCPM3; Inkling
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
-LOGIT_TRANSFORMS = FACTORS + DIVISORS + SOFTCAPS
+LOGIT_TRANSFORMS = (*FACTORS, *DIVISORS, *SOFTCAPS, "dim_model_base")  # from the last MiniCPM3 computes its divisor
 PLAIN_LOGITS = ("gemma3", "mpt")  # architectures that have such fields, but ignore them
 
 REQUIRED_SIZES = ("num_layers", "num_heads", "hidden_size")
