@@ -31,10 +31,10 @@ class NoRoom(OSError):
 
 @contextmanager
 def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[Path]:
-    """A context that yields a temporary path for a file or folder, and renames it to `path` at its end; if the block
-    raises, it is removed. An existing file is replaced, behind a symbolic link its target; a folder that is not empty
-    is not (OSError). A device or pipe is yielded itself. `several_writers`: several processes may write the same
-    content at once; each then has a different temporary path, which stays if the process is killed."""
+    """Write a file or folder under a temporary path, which the context yields and renames to `path` at its end, or
+    removes if the block raises. Replaces an existing file (of a symbolic link, its target), and raises OSError for a
+    folder that is not empty. Yields a device or pipe itself. `several_writers`: processes may write the same content
+    at once; each has a different temporary path, which stays if it is killed."""
     if is_special(path):
         yield path
         return

@@ -222,19 +222,14 @@ class TokenLossModel(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
 
-        Args:
-            input_ids: `[b, t]`. Needs no attention mask: with causal attention no token sees the padding after it.
-            targets: `[b, t]`, the next token of each; `IGNORED_LABEL` if it is not supervised. On the host.
-            position_ids: `[b, t]`, from 0 in each sequence. Required, since a rank's columns may start within a
-                sequence.
-            statistic: also return this statistic of each prediction, `[N]`, without a graph.
-            reference_hidden: `[N, H]`, the result of `hidden_only` without adapters; also return the divergence of each
-                prediction from that model's, `[N]`.
-            hidden_only: instead return the hidden states `[N, H]` that predict the supervised tokens.
-            original_logits: instead return the logits `[b, t, V]` of the architecture's forward with its eager
-                attention and mask, for unpacked sequences. That forward may do more than decoder and output embedding.
-                An option here, since ZeRO-3 all-gathers parameters within this forward.
-        """
+        `input_ids`: `[b, t]`, without an attention mask: with causal attention no token sees the padding after it.
+        `targets`: `[b, t]`, the next token of each, or `IGNORED_LABEL`; on the host. `position_ids`: `[b, t]`, from 0
+        in each sequence; a rank's columns may start within one. `statistic`: also return this statistic of each
+        prediction, `[N]`, without a graph. `reference_hidden`: `[N, H]`, the result of `hidden_only` without adapters;
+        also return the divergence of each prediction from that model's, `[N]`. `hidden_only`: return the hidden states
+        `[N, H]` that predict the supervised tokens. `original_logits`: return the logits `[b, t, V]` of the
+        architecture's forward with its eager attention and mask, for unpacked sequences; it may do more than decoder
+        and output embedding. Both are options because ZeRO-3 all-gathers parameters within this forward."""
         if original_logits:
             with use_eager_attention(self.base.config.get_text_config()):
                 return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits

@@ -90,11 +90,8 @@ _LOW_RANK_TANGENTS = "_low_rank_tangents"
 
 
 def set_low_rank_tangent(module: nn.Module, name: str, tangent: LowRank, on_read: Callable[[], None]) -> None:
-    """Give a parameter of a running module a low-rank tangent; only for modules that read it themselves.
-
-    Args:
-        on_read: called at each read. A tangent that is never read would silently be missing from the utilities.
-    """
+    """Give a parameter of a running module a low-rank tangent; only for modules that read it themselves. `on_read` is
+    called at each read: a tangent that is never read would silently be missing from the utilities."""
     module.__dict__.setdefault(_LOW_RANK_TANGENTS, {})[name] = tangent, on_read
 
 

@@ -252,12 +252,8 @@ class Adapter(NamedTuple):
     lora_b: str  # name of B
 
     def compute_update(self, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-        """Compute `(alpha / r) B A`, in the shape of the weight.
-
-        Args:
-            lora_a: `[r, in]`; for n experts `[n r, in]`, expert by expert.
-            lora_b: `[out, r]`; for n experts `[out, r n]`, with the experts in the innermost position.
-        """
+        """Compute `(alpha / r) B A`, in the shape of the weight. `lora_a`: `[r, in]`; for n experts `[n r, in]`, expert
+        by expert. `lora_b`: `[out, r]`; for n experts `[out, r n]`, with the experts in the innermost position."""
         layer, scaling = self.layer, self.layer.scaling["default"]
         if not isinstance(layer, ParamWrapper):
             product = scaling * lora_b @ lora_a

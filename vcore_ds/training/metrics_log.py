@@ -244,5 +244,5 @@ def record_end(folder: Path, step: int, error: Exception) -> None:
     is the cause of this one. A full disk is no second failure."""
     with suppress(OSError):
         if not (folder / END).exists():
-            of_rank = f"rank {layout.rank('job')}: out of memory: " if is_out_of_memory(error) else ""
-            write_json(folder / END, asdict(End(step, of_rank + first_line(error))))
+            cause = f"rank {layout.rank('job')}: out of memory: " if is_out_of_memory(error) else ""
+            write_json(folder / END, asdict(End(step, cause + first_line(error))))

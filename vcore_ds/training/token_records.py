@@ -113,7 +113,7 @@ Kind = Literal["step", "followed"]
 _TOKEN_ARRAYS = ("positions", "token_ids", "losses", "entropies", "utilities", "weights")
 _MAY_BE_ABSENT = ("entropies", "utilities")
 _FIELDS = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
-_OF_TRACES = {"sources": "source", "num_supervised_tokens": "num_supervised_tokens"}  # in files of followed traces
+_TRACE_FIELDS = {"sources": "source", "num_supervised_tokens": "num_supervised_tokens"}  # in files of followed traces
 _RECORD_FIELDS = ("step", "num_sequences_global", "num_supervised_tokens_global")
 _NONE = -1  # how a file says that it has no `first_trusted_id`
 
@@ -141,7 +141,7 @@ def write_record(run: Path, record: TokenRecord, kind: Kind = "step") -> Path:
         dtype = np.int64 if attribute == "sequence_id" else np.float64
         arrays[name] = np.array([getattr(sequence, attribute) for sequence in sequences], dtype=dtype)
     if kind == "followed":
-        arrays |= {name: np.array([getattr(one, field) for one in sequences]) for name, field in _OF_TRACES.items()}
+        arrays |= {name: np.array([getattr(one, field) for one in sequences]) for name, field in _TRACE_FIELDS.items()}
     # The tokens of all sequences are joined; an array that a sequence lacks is left out.
     arrays["num_tokens"] = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     arrays["num_prompt_tokens"] = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
@@ -192,7 +192,7 @@ def _parse_record(arrays: Mapping[str, np.ndarray]) -> TokenRecord:
     """Make a record of the arrays of a file. Raises ValueError if lengths do not add up, KeyError if an array is
     missing."""
     first_trusted_id = int(arrays["first_trusted_id"])
-    names = _FIELDS | (_OF_TRACES if "sources" in arrays else {})
+    names = _FIELDS | (_TRACE_FIELDS if "sources" in arrays else {})
     columns: dict[str, Sequence[Any]] = {field: arrays[name].tolist() for name, field in names.items()}
     for name in (*_TOKEN_ARRAYS, "prompt_ids"):
         if name in arrays or name not in _MAY_BE_ABSENT:
