@@ -1,6 +1,7 @@
 """The page of a report in a real browser, on run folders written for it: hostile text, split characters, colours that
 can be read, a phone, dark mode, print."""
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers.browser import open_page
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
@@ -83,14 +85,16 @@ def test_a_character_split_over_tokens_is_shown_once(shown: "Page") -> None:
     assert shown.locator("#tip b").inner_text() == "(part of the character before)"
 
 
-def test_the_page_begins_with_results_and_coloured_tokens(browser: "Browser", report: Path) -> None:
-    order = ["warnings", "learnt", "movement", "traces", "gained", "map", "curves", "cost", "recipe", "environment"]
+def test_the_page_begins_with_losses_and_warnings(browser: "Browser", report: Path) -> None:
+    order = ["losses", "learnt", "warnings", "movement", "traces", "gained", "map", "curves", "cost", "recipe"]
+    order.append("environment")
     with open_page(browser, report, viewport={"width": 1280, "height": 900}) as page:
         assert page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)") == order
         links = page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.hash.slice(1))")
-        assert links == [name for name in order if name != "learnt"]
-        # All without scrolling: the result, what the colours mean, and coloured tokens.
-        for name in ("#learnt tbody tr", "#followed .scale", "#followed .rows", "#followed .tokens span"):
+        assert links == order[2:]
+        assert page.locator("#losses figure").count() == 1 == page.locator("figure[data-chart=loss]").count()
+        # All without scrolling: the curve, the result and the first warning.
+        for name in ("#losses svg", "#learnt tbody tr", "#warnings li"):
             box = page.locator(name).first.bounding_box()
             assert box["y"] + box["height"] < 900, name
         meaning = page.locator("#viewer p").first
@@ -255,7 +259,8 @@ def test_a_followed_trace_is_shown_at_every_step(browser: "Browser", report: Pat
 
 
 def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
-    """From 320 px, the width that WCAG requires for reflow. Only wide tables scroll. On a phone, a tap tells of a
+    """From 320 px, the width that WCAG requires for reflow. Only wide tables scroll, with a shadow at the edge beyond
+    which they go on. On a phone, a tap tells of a
     token, and controls are large enough for a finger."""
     with open_page(browser, report, viewport={"width": 320, "height": 844}, has_touch=True, is_mobile=True) as page:
         page.locator("#viewer .tokens span").nth(2).tap()
@@ -266,6 +271,13 @@ def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
         for summary in page.locator("summary").all():
             if not summary.evaluate("summary => summary.parentElement.open"):
                 summary.click()
+        wide = page.locator("#gained .scroll").first
+        pixels = []  # of the right edge, where the table goes on and where it ends
+        for left in (0, 10_000):
+            wide.evaluate("(table, left) => { table.scrollLeft = left; }", left)
+            picture = Image.open(io.BytesIO(wide.screenshot())).convert("RGB")
+            pixels.append(picture.getpixel((picture.width - 1, picture.height - 4)))
+        assert sum(pixels[0]) < sum(pixels[1]) - 30, pixels
         for width in (320, 390, 768, 1280):
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -1,18 +1,22 @@
 """Evaluations through a server: what it is asked, and what happens where it is down, fails or serves another model."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from tenacity import wait_none
 
-from tests.helpers.commands import free_port
+from tests.helpers.commands import HANG_SECONDS, command_environment, free_port, wait_until
 from tests.helpers.late_imports import LateModule
 from tests.helpers.setups import write_model
+from tests.helpers.soak import soak_only
 from vcore_ds.commands.cli import main
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.training.evaluation_folder import read_evaluation, read_samples
@@ -162,3 +166,45 @@ def test_an_adapter_is_asked_for_by_its_name_on_the_server(base: Path, tmp_path:
         assert main([word for word in words if word not in ("--served-name", "m")]) == 2 and not bodies
         assert "--served-name" in capsys.readouterr().err
         assert main(words) == 0 and {body["model"] for body in bodies} == {"m"}
+
+
+@soak_only
+def test_answers_of_a_real_server_equal_those_of_this_process(tmp_path: Path) -> None:
+    """`transformers serve` takes text and no further sampling fields, so a translator stands before it; it generates,
+    counts tokens and tells why answers ended."""
+    base, port = write_model(tmp_path / "base"), free_port()
+    # An untrained model seldom ends its answer, so let some ordinary tokens end it too.
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60, 68)]}))
+    tokenizer = load_tokenizer(str(base))
+    log = (tmp_path / "server.log").open("w")
+    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port), "--device", "cpu"]
+    server = subprocess.Popen(words, env=command_environment(), stdout=log, stderr=subprocess.STDOUT)
+
+    def is_ready() -> bool:
+        assert server.poll() is None, (tmp_path / "server.log").read_text()
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return False
+
+    def translate(path: str, body: dict) -> Answer:
+        if not body:
+            return 200, {}
+        generation = {"eos_token_id": body["stop_token_ids"], "max_new_tokens": body["max_tokens"], "do_sample": False}
+        text = {"model": str(base), "prompt": tokenizer.decode(body["prompt"]), "max_tokens": body["max_tokens"]}
+        text |= {"temperature": body["temperature"], "seed": body["seed"], "generation_config": json.dumps(generation)}
+        reply = httpx.post(f"http://127.0.0.1:{port}{path}", json=text, timeout=HANG_SECONDS)
+        return reply.status_code, reply.json()
+
+    try:
+        wait_until(is_ready, "transformers serve", every_seconds=0.2)
+        words = ["eval", str(base), "--tasks", "arithmetic", "--limit", "8", "--max-new-tokens", "40"]
+        words += ["--temperature", "0"]
+        with serve(translate) as (url, bodies):
+            assert main([*words, "--output", str(tmp_path / "served"), "--url", url]) == 0
+    finally:
+        server.kill()
+        server.wait()
+    here = ["--output", str(tmp_path / "here"), "--precision", "fp32", "--batch-size", "1"]
+    assert main([*words, *here]) == 0 and len(bodies) == 8
+    samples = [read_samples(tmp_path / name, "arithmetic") for name in ("served", "here")]
+    assert samples[0] == samples[1] and {sample.truncated for sample in samples[0]} == {True, False}

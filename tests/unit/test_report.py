@@ -38,9 +38,23 @@ from vcore_ds.commands.report.runs import (
     read_runs,
     write_pictures,
 )
-from vcore_ds.commands.report.tables import encode_records, results_table, summarize, weight_range
+from vcore_ds.commands.report.tables import (
+    compare_weights,
+    encode_records,
+    make_page,
+    results_table,
+    summarize,
+    weight_range,
+)
 from vcore_ds.common.errors import UserError
-from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
+from vcore_ds.training.evaluation_folder import (
+    EVALUATION,
+    RUN_EVALUATION,
+    Evaluation,
+    TaskResult,
+    compute_weights_digest,
+    write_evaluation,
+)
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"
@@ -181,9 +195,13 @@ def test_all_measures_have_curves_in_the_order_of_interest(tmp_path: Path) -> No
         for step in (1, 2)
     ]
     run = write_run(tmp_path / "run", TOKENIZER, lines, {1: [random_sequence(IDS, 0, seed=0)]})
+    (run / "held_out.json").write_text('{"before": {"b": 3.0}, "after": {}}')
     charts = chart_of(run)
+    held_out = charts["validation_loss_b"].series[0]
+    assert (held_out.steps, held_out.values) == ([0, 1, 2], [3.0, 1.0, 0.5])  # before the first step, too
     keys, sorted_keys = list(charts), ["weighted_loss", "negative", "seconds", "new_one"]
     assert keys[:4] == ["loss", "validation_loss_b", "grad_norm", "learning_rate"]
+    assert [chart.section for chart in charts.values()][:3] == ["Losses", "Losses", "Learning"]
     assert sorted(sorted_keys, key=keys.index) == sorted_keys and charts["peak_memory_bytes"].series[0].values == [1, 2]
     assert (charts["new_one"].title, charts["new_one"].section) == ("New one", "Other measures")
     assert charts["validation_loss_b"].title == "Held-out loss b"
@@ -236,6 +254,44 @@ def add_evaluation(run: Path, accuracy: float) -> Path:
     (run / RUN_EVALUATION).mkdir()
     write_evaluation(run / RUN_EVALUATION, Evaluation({"path": str(run)}, None, {}, {}, {"arithmetic": task}))
     return run
+
+
+def test_evaluations_of_the_result_are_found_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the run and in the working directory; not those of other weights, or that cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run(tmp_path / "runs" / name) for name in "ab"]
+    digests = []
+    for run in runs:
+        (run / "model" / "model.safetensors").write_text(run.name)
+        digests.append(compute_weights_digest(run / "model"))
+    add_evaluation(runs[0], 0.1)
+    places = {"runs/evaluations/a": (digests[0], 0.2), "here": (digests[0], 0.3), "runs/other": (digests[1], 0.4)}
+    for place, (digest, accuracy) in {**places, "runs/old": (None, 0.9)}.items():
+        task = TaskResult(40, 1, accuracy, truncated_share=accuracy / 4, unanswered_share=0.0, mean_tokens=9.0)
+        Path(place).mkdir(parents=True)
+        write_evaluation(Path(place), Evaluation({"digest": digest} if digest else {}, None, {}, {}, {"math": task}))
+    (tmp_path / "runs" / "damaged").mkdir()
+    (tmp_path / "runs" / "damaged" / EVALUATION).write_text("{")
+    first, second = read_reported(*runs)
+    assert {name: task.accuracy for name, task in first.evaluated.items()} == {
+        "arithmetic": 0.1, "math": 0.2, "math, here": 0.3,
+    }  # fmt: skip
+    assert {name: task.accuracy for name, task in second.evaluated.items()} == {"math": 0.4}
+    assert [sum("limit on new tokens" in note for note in run.notes) for run in (first, second)] == [2, 1]  # from 5%
+    (runs[1] / "model" / "model.safetensors").write_text("trained again")
+    assert read_reported(runs[1])[0].evaluated == {}
+
+
+def test_uniform_weights_have_no_tables(tmp_path: Path) -> None:
+    """Plain SFT had four tables of ones, and a column of them beside other runs."""
+    sequence = random_sequence(IDS, 0, seed=0)
+    flat = replace(sequence, weights=np.full(len(IDS), 1 / len(IDS), np.float32), utilities=None)
+    runs = [write_run(tmp_path / name, TOKENIZER, [step_line(1)], {1: [one]}, method={"name": name, "kl_budget": kl})
+            for name, one, kl in (("sft", flat, None), ("vcore", sequence, 0.05))]  # fmt: skip
+    (sentence,) = compare_weights(read_reported(runs[0]))
+    assert isinstance(sentence, str)
+    text = make_page(read_reported(*runs)).text()
+    assert "Uniform weights: sft." in text and text.count("By kind of token") == 1
 
 
 def test_the_results_of_several_runs(tmp_path: Path) -> None:
@@ -300,24 +356,33 @@ def test_a_report_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_how_a_run_ended_and_its_warnings_stand_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A loss that rises from 10.8 to 96,348 was introduced with "Losses fall, by any method"."""
+    """First what was learnt, then warnings, then the keys that differ. A loss that rises from 10.8 to 96,348 was
+    introduced with "Losses fall, by any method"."""
     make_run(tmp_path / "clean")
     rising = [step_line(step, loss=10.8 if step < 3 else 96_348.0) for step in range(1, 5)]
-    write_run(tmp_path / "rising", TOKENIZER, rising, {})
+    write_run(tmp_path / "rising", TOKENIZER, rising, {}, optimizer={"learning_rate": 0.5})
     stopped = write_run(tmp_path / "stopped", TOKENIZER, [step_line(1)], {}, environment={"git_commit": "abc-dirty"})
     (stopped / "model").rename(stopped / "elsewhere")
     (stopped / "end.json").write_text('{"step": 2, "message": "the loss is not finite"}')
     names = [str(tmp_path / name) for name in ("clean", "rising", "stopped")]
     assert main(["report", *names, "--text"]) == 0
     text = capsys.readouterr().out
-    parts = ["Warnings on rising", "diverged: the loss rose from 10.8 to 96,348 nats", "Warnings on stopped",
-             "ended in step 2: the loss is not finite", "differed from its git commit", "What was learnt"]  # fmt: skip
+    parts = [
+        "What was learnt",
+        "Warnings on the comparison",
+        "Warnings on rising",
+        "diverged: the loss rose from 10.8 to 96,348 nats",
+        "Warnings on stopped",
+        "ended in step 2: the loss is not finite",
+        "differed from its git commit",
+        "Keys in which the recipes differ",
+    ]
     assert [text.count(part) for part in parts] == [1] * len(parts) and "Losses fall" not in text
     assert sorted(parts, key=text.index) == parts
     assert main(["report", *names, "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = page[page.index("<main>") :]
-    assert sorted(parts, key=page.index) == parts and page.index("<section") == page.index('<section id="warnings">')
+    assert sorted(parts, key=page.index) == parts and page.index("<section") == page.index('<section id="losses">')
     assert main(["report", names[0], "--text"]) == 0
     assert "Losses fall" in capsys.readouterr().out
     (stopped / "end.json").write_text('{"step": 2')

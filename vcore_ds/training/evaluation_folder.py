@@ -1,7 +1,9 @@
 """An evaluation's folder: evaluation.json with the results, written last, and NAME.jsonl with a task's samples."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import parse_json, read_json, reading, write_text
+from vcore_ds.common.paths import compute_file_digest, parse_json, read_json, reading, write_text
 
 EVALUATION = "evaluation.json"
 RUN_EVALUATION = "evaluation"
@@ -51,7 +53,8 @@ class Evaluation:
     """Contents of evaluation.json."""
 
     model: dict[str, Any]
-    """`path` as it was given; `base` and `adapter` or None; `served_name` and `url` where a server was asked."""
+    """`path` as it was given; `base` and `adapter` or None; `digest` of the weights of adapter or model, if they are on
+    this machine; `served_name` and `url` where a server was asked."""
     preset: str | None
     sampling: dict[str, Any]
     """Every field that was in effect; `max_new_tokens` is by task where the tasks differ, and `prompts` has a digest of
@@ -67,6 +70,32 @@ _EVALUATION, _SAMPLE = TypeAdapter(Evaluation), TypeAdapter(SampleResult)
 def samples_path(folder: Path, task: str) -> Path:
     """The file of a task's samples, a line of JSON each."""
     return folder / f"{task}.jsonl"
+
+
+def compute_weights_digest(folder: Path) -> str | None:
+    """Compute a digest of the weight files of an adapter or a model; None without any. Raises OSError."""
+    files = sorted([*folder.glob("adapter_model*"), *folder.glob("model*.safetensors")])
+    digests = [f"{file.name} {compute_file_digest(file)}" for file in files]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else None
+
+
+def find_evaluations(run: Path, result: Path) -> dict[Path, Evaluation]:
+    """Find the finished evaluations of a run's result, by the digest of its weights, by folder: RUN/evaluation first,
+    then those in and beside the run's folder and in the working directory, up to two folders deep. Raises UserError
+    where that in RUN/evaluation is damaged."""
+    own = run / RUN_EVALUATION
+    found = {own: read_evaluation(own)} if (own / EVALUATION).is_file() else {}
+    places = dict.fromkeys([run.resolve().parent, Path.cwd()])
+    paths = [path for place in places for depth in ("*", "*/*") for path in sorted(place.glob(f"{depth}/{EVALUATION}"))]
+    digest: str | None = None
+    for path in dict.fromkeys(paths):
+        with suppress(UserError, OSError):  # damaged, or of another version: the run is none the worse
+            evaluation = read_evaluation(path.parent)
+            if (recorded := evaluation.model.get("digest")) is not None and path.parent != own.resolve():
+                digest = digest or compute_weights_digest(result)
+                if recorded == digest:
+                    found[path.parent] = evaluation
+    return found
 
 
 def summarize(samples: Sequence[SampleResult]) -> TaskResult:

@@ -61,7 +61,13 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.description import DTYPES
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training import evaluation_folder
-from vcore_ds.training.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult
+from vcore_ds.training.evaluation_folder import (
+    EVALUATION,
+    Evaluation,
+    SampleResult,
+    TaskResult,
+    compute_weights_digest,
+)
 
 LOGS = "inspect_logs"  # subfolder of inspect's logs, from which it resumes
 TOKENS = "prompt_token_ids"  # metadata of a message from which inspect's providers of completions take the prompt
@@ -185,6 +191,7 @@ def evaluate(
         logs = _find_logs(arguments, model, sampling, tasks, prompts)
         tasks = [task._replace(problems=_render(task.problems, tokenizer)) for task in tasks]
         described: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
+        described["digest"] = compute_weights_digest(Path(model.adapter or model.weights))
         if arguments.url is None:
             batches = _make_batches(tasks, sampling.seed, arguments.batch_size)
             api = InProcessAPI(model, tokenizer, sampling, arguments.precision, batches)

@@ -17,7 +17,7 @@ from vcore_ds.common.text import COLOURS, check_matplotlib, new_figure
 from vcore_ds.config.problems import show
 from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.training import run_folder
-from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
+from vcore_ds.training.evaluation_folder import TaskResult, find_evaluations
 from vcore_ds.training.run_notes import list_notes
 from vcore_ds.training.token_records import TokenRecord, read_records
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 OF_A_SEED = ("run.seed", "run.output_dir", "track.trackers", "track.project", "track.group", "track.tags")
 """Keys in which the runs of a group may differ."""
+MUCH_TRUNCATED = 0.05  # share of an evaluation's answers
 FIRST_KEYS = ("model.path", "method.name")  # of a label; the others are in the order of the schema
 
 
@@ -39,7 +40,7 @@ class ReportedRun:
     metrics: list[dict[str, float | None]]  # lines of metrics.jsonl, at least one
     held_out: run_folder.HeldOutLosses
     evaluated: dict[str, TaskResult]
-    """By task; empty if the run's folder holds no finished evaluation of its result."""
+    """By task, with the folder where a task was evaluated several times: all finished evaluations of the result."""
     records: list[TokenRecord]
     followed: list[TokenRecord]  # one trace a sequence
     texts: TokenTexts | None  # None without records, or without a tokenizer that has their tokens
@@ -69,12 +70,18 @@ def read_runs(folders: Sequence[Path], names: Sequence[str] | None = None, **opt
 def _read_run(folder: Path, name: str, tokenizer_path: str | None = None, **options: Any) -> ReportedRun:
     recipe = run_folder.read_run_recipe(folder)
     environment, metrics = run_folder.read_environment(folder), run_folder.read_run_metrics(folder)
-    has_result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
-    notes = list_notes(folder, has_result, environment, metrics)
-    held_out, evaluation = run_folder.read_held_out_losses(folder), folder / RUN_EVALUATION
-    evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
-    records, measured = read_records(folder), read_records(folder, "followed")
-    finite = [replace(one, sequences=[trace for trace in one.sequences if trace.is_finite]) for one in measured]
+    result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None)
+    notes = list_notes(folder, result.is_dir(), environment, metrics)
+    held_out = run_folder.read_held_out_losses(folder)
+    evaluated: dict[str, TaskResult] = {}
+    for place, evaluation in find_evaluations(folder, result).items():
+        for task, measured in evaluation.tasks.items():
+            evaluated[f"{task}, {place.name}" if task in evaluated else task] = measured
+            if measured.truncated_share >= MUCH_TRUNCATED:
+                share = f"{measured.truncated_share:.0%} of the answers to {task} ({place.name})"
+                notes.append(f"{share} ended at the limit on new tokens: accuracy may be higher with a higher one.")
+    records, traces = read_records(folder), read_records(folder, "followed")
+    finite = [replace(one, sequences=[trace for trace in one.sequences if trace.is_finite]) for one in traces]
     followed = [record for record in finite if record.sequences]
     texts, tables, why = None, None, None
     if not records:
@@ -212,8 +219,8 @@ class Chart:
 
 
 MEASURES = {
+    "Losses": (("loss", "Training loss", "nats", "Uniform cross-entropy of the main batch, whatever the method"),),
     "Learning": (
-        ("loss", "Loss", "nats", "Uniform cross-entropy of the main batch, whatever the method"),
         ("grad_norm", "Gradient norm", "", "Before clipping"),
         ("learning_rate", "Learning rate", "", ""),
     ),
@@ -265,7 +272,7 @@ def make_charts(groups: Sequence[Group]) -> list[Chart]:
     keys = dict.fromkeys(key for _, members in groups for run in members for line in run.metrics for key in line)
     others = [key for key in keys if key not in known and not key.startswith(_WITHOUT_CURVE)]
     held_out = [key for key in others if key.startswith("validation_loss")]
-    measures[1:1] = [("Learning", key, _title(key), "nats", "") for key in held_out]
+    measures[1:1] = [("Losses", key, _title(key), "nats", "") for key in held_out]
     others = [key for key in others if key not in held_out]
     measures += [("Other measures", key, _title(key), "", f"{key} in metrics.jsonl") for key in others]
     charts = []

@@ -57,7 +57,8 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     has_utilities = any("utility" in description["measures"] for description in descriptions["tokens"])
     missing = [f"{run.name}: {run.why_no_tokens}" for run in runs if run.why_no_tokens]
     values = [[key, *map(show_value, values)] for key, values in differences(runs).items()]
-    differing = [Table("Keys in which the recipes differ", ["", *names], values)] if values else []
+    differing = Table("Keys in which the recipes differ", ["", *names], values)
+    warnings = list_warnings(runs, len(groups))
     recipes = [Fold(f"recipe.yaml of {run.name}", [Code(run.name, dump_recipe(run.recipe))]) for run in runs]
     environments = [
         Fold(f"environment.json of {run.name}", [Code(run.name, json.dumps(run.environment, indent=2))]) for run in runs
@@ -65,7 +66,10 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     movement: list[Block] = [ABOUT_MOVEMENT, Drawing("followed")]
     over_run = [Section("movement", "The same tokens over the run", "Over the run", movement)]
     sections = [
+        Section("losses", "", "", [Drawing("losses-charts")], in_text=False),
         Section("learnt", "", "", [results_table(runs), describe_results(runs)]),
+        *([Section("warnings", "", "Warnings", warnings)] if warnings else []),
+        *([Section("differences", "", "Differences", [differing])] if values else []),
         *(over_run if encoded["followed"] else []),
         Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
         Section("gained", "What gained and lost weight", "Gained and lost", compare_weights(runs)),
@@ -74,19 +78,17 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         Section("curves", "Curves", "Curves", [ABOUT_CURVES, Drawing("charts"), *(
             [f"Constant over the run: {'; '.join(constants)}."] if constants else [])], in_text=False),
         Section("cost", "Time by phase", "Time", make_phases(runs)),
-        Section("recipe", "Recipe", "Recipe", [*differing, *recipes]),
+        Section("recipe", "Recipe", "Recipe", recipes, in_text=False),
         Section("environment", "Environment", "Environment", environments, in_text=False),
     ]  # fmt: skip
     blobs = {f"{kind}-{i}": blob for kind, some in encoded.items() for i, (_, blob) in enumerate(some)}
     if first:  # a sweep, whose many runs have a column or a row each
         folded = {section.id: [Fold("Each run", section.blocks)] for section in sections if section.id in OF_EACH_RUN}
         sections = [*first, *(replace(one, blocks=folded.get(one.id, one.blocks)) for one in sections)]
-    if warnings := list_warnings(runs):
-        sections = [Section("warnings", "", "Warnings", warnings), *sections]
     return Page(f"Report on {title}", summarize(runs), sections, data, blobs)
 
 
-OF_EACH_RUN = ("learnt", "gained", "cost", "recipe", "environment")
+OF_EACH_RUN = ("learnt", "differences", "gained", "cost", "recipe", "environment")
 """Sections with a column, row or table for each run."""
 ABOUT_MOVEMENT = (
     "A few traces, measured after each recorded step, along its direction: a row for each step, then the trace at one. "
@@ -185,7 +187,8 @@ ABOUT_WEIGHTS = (
 
 def compare_weights(runs: Sequence[ReportedRun]) -> list[Block]:
     """What gained and lost weight: several runs side by side by kind, position and source, then each."""
-    with_tables = [(run, run.tables) for run in runs if run.tables is not None]
+    all_tables = [(run, run.tables) for run in runs if run.tables is not None]
+    with_tables = [(run, tables) for run, tables in all_tables if not tables.is_uniform]
     compared: list[Block] = []
     for title in (KIND, POSITION, SOURCE) if len(with_tables) > 1 else ():
         weights = [{row.name: row.relative_weight for row in tables.groups.get(title, [])} for _, tables in with_tables]
@@ -194,8 +197,10 @@ def compare_weights(runs: Sequence[ReportedRun]) -> list[Block]:
         if cells:
             compared.append(Table(f"Relative weight by {title}", ["", *(run.name for run, _ in with_tables)], cells))
     folds = [_fold_tokens(run, tables, is_open=number == 0) for number, (run, tables) in enumerate(with_tables)]
-    nothing = [] if folds else ["No run here has tokens that gained or lost weight."]
-    return [ABOUT_WEIGHTS, *compared, *folds, *nothing]
+    uniform = ", ".join(run.name for run, tables in all_tables if tables.is_uniform)
+    if not folds:
+        return ["No run here has tokens that gained or lost weight."]
+    return [ABOUT_WEIGHTS, *compared, *folds, *([f"Uniform weights: {uniform}."] if uniform else [])]
 
 
 def _fold_tokens(run: ReportedRun, tables: TokenTables, *, is_open: bool) -> Fold:
@@ -252,15 +257,19 @@ def describe_results(runs: Sequence[ReportedRun]) -> str:
     return ABOUT_LOSSES * fell + ABOUT_RESULTS
 
 
+ONE_SEED = "Some recipes have one seed: differences between runs may be those between seeds (run.seed)."
 MOST_NAMES = 5  # runs named in the title of their warnings
 
 
-def list_warnings(runs: Sequence[ReportedRun]) -> list[Notes]:
-    """The warnings on the runs, those of equal ones once."""
+def list_warnings(runs: Sequence[ReportedRun], num_groups: int) -> list[Notes]:
+    """The warnings on the runs, those of equal ones once, then on their comparison. `num_groups`: of runs whose recipes
+    differ only in the seed."""
     by_notes: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         by_notes.setdefault(tuple(run.notes), []).append(run.name)
-    return [
+    one_seed = len(runs) < 2 * num_groups and num_groups > 1
+    comparison = [Notes("Warnings on the comparison", [ONE_SEED])] if one_seed else []
+    return comparison + [
         Notes(f"Warnings on {', '.join(names[:MOST_NAMES])}{', ...' * (len(names) > MOST_NAMES)}", notes)
         for notes, names in by_notes.items()
         if notes

@@ -191,6 +191,12 @@ class TokenTables:
     groups: dict[str, list[Row]]
     """`KIND`, with `IN_ANSWER`, whose tokens are also counted by kind; `POSITION`; `SOURCE`, if there are several."""
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every kind of token and every position has its uniform weight, as in plain SFT."""
+        rows = [row for rows in (*self.extremes.values(), *self.groups.values()) for row in rows]
+        return all(abs(row.relative_weight - 1.0) <= UNIFORM_TOLERANCE for row in rows)
+
 
 def make_tables(
     records: Sequence[TokenRecord], texts: TokenTexts, *, top: int = 15, min_count: int | None = None

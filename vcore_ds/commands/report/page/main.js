@@ -2,8 +2,10 @@
 
 const shared = [];
 const xs = [...new Set(report.curves.flatMap((chart) => chart.series.flatMap((one) => one.steps)))].sort((a, b) => a - b);
-if (report.groups.length > 1) document.getElementById("curves").querySelector("p").after(drawLegend(report.groups));
-drawCharts("charts", report.curves, (chart) => drawCurves(chart, xs, shared));
+const drawShared = (chart) => drawCurves(chart, xs, shared), isLoss = (chart) => chart.section === "Losses";
+if (report.groups.length > 1) for (const place of ["losses", "curves"]) document.getElementById(place).prepend(drawLegend(report.groups));
+drawCharts("losses-charts", report.curves.filter(isLoss), drawShared);
+drawCharts("charts", report.curves.filter((chart) => !isLoss(chart)), drawShared);
 const { lines, charts } = report.sweep; // one line needs no legend
 if (lines.length > 1) document.getElementById("sweep-charts").append(drawLegend(lines));
 drawCharts("sweep-charts", charts, (chart) => drawCurves(chart, chart.axis.values, [], lines));
