@@ -76,7 +76,7 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
             values["model.path"] = prepare_model(DATA)
         if "schedule.num_steps" not in chosen:
             values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
-        values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
+        values |= {"data.cutoff_length": OWN_CUTOFF_LENGTH, "run.validate_every": "auto"}
         if "data.validation_path" not in chosen:
             split = {"data.validation_path": None, "data.validation_share": choose_share(recipe.data.train_name())}
     kept = {key: value for key, value in values.items() if key not in chosen} | split

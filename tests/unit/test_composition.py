@@ -338,7 +338,7 @@ def test_the_quickstart_trains_on_a_users_file(
         assert (made.schedule.num_steps, made.schedule.num_epochs) == (None, 1)
         assert made.data.cutoff_length == quickstart.OWN_CUTOFF_LENGTH > load_recipe(QUICKSTART).data.cutoff_length
         assert (made.data.train_path, made.data.validation_path, made.data.validation_share) == (str(path), None, 0.1)
-        assert "40 rows, 0.1 of them held out" in capsys.readouterr().out
+        assert "40 rows, 0.1 of them held out" in capsys.readouterr().out and made.run.validate_every == "auto"
     chosen = load("mine.yaml", "schedule.num_steps=8", "data.cutoff_length=99", "data.validation_share=0.5")
     assert (chosen.data.validation_path, chosen.data.validation_share) == (None, 0.5)
     assert (chosen.schedule.num_steps, chosen.data.cutoff_length) == (8, 99)
