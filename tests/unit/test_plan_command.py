@@ -15,10 +15,11 @@ from tests.helpers.commands import HANG_SECONDS
 from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan import prediction
-from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, with_share
+from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, describe_validation, with_share
 from vcore_ds.commands.plan.prediction import LengthModel, RunPlan, find_model, find_smallest_cluster, plan_run
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.config.sections import RunConfig
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.known_models import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
@@ -260,6 +261,22 @@ def test_plans_import_nothing_heavy() -> None:
 def plan_h100s(*words: str, achieved: Achieved = Achieved()) -> RunPlan:  # noqa: B008
     settings = derive_plan_settings(load_recipe(RECIPE, words))
     return plan_run(settings, Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, lengths=LengthModel(3000))
+
+
+def test_the_held_out_loss_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """A forward is between a fifth and a third of a step of plain fine-tuning, which may compute it twice."""
+    plan = plan_h100s("methods/sft.yaml")
+    assert 0.2 < plan.seconds_forward / plan.cost.seconds_step < 0.34
+    for words, text in (
+        (["data.validation_share=0.1", "schedule.num_epochs=null", "schedule.num_steps=95"], "Held-out loss: 11 times"),
+        (["data.validation_path=absent.jsonl", "run.validate_every=null"], "Held-out loss: 2 times"),
+    ):
+        assert main(["plan", str(RECIPE), "--gpus", "16", "methods/sft.yaml", *words]) == 0
+        assert text in capsys.readouterr().out
+    seconds = 11 * plan.seconds_forward * 64 / plan.settings.batch.global_size
+    share = seconds / (seconds + plan.costed_steps * plan.cost.seconds_step)
+    told = describe_validation(RunConfig(output_dir="r"), replace(plan, lengths=LengthModel(num_held_out=64)))
+    assert told.endswith(f"{seconds / 11:,.3g} s each for 64 sequences, {share:.1%} of the run")
 
 
 def write_run(folder: Path, achieved: Achieved = Achieved(), **environment: object) -> None:  # noqa: B008
