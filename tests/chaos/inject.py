@@ -15,7 +15,7 @@ from typing import Any
 import vcore_ds.engine  # noqa: F401  before anything that imports deepspeed
 from vcore_ds.commands import cli
 from vcore_ds.distributed.position import get_position
-from vcore_ds.engine import checkpoint_folder
+from vcore_ds.training import checkpoint_folder
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.engine import checkpoint_folder
+from vcore_ds.training import checkpoint_folder
 
 LORA = {"rank": 4, "alpha": 12, "dropout": 0.0}
 

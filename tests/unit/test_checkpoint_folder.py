@@ -16,7 +16,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.config.sections import CheckpointConfig
-from vcore_ds.engine import checkpoint_folder as files
+from vcore_ds.training import checkpoint_folder as files
 from vcore_ds.training.checkpoints import Checkpoints, check_compared
 from vcore_ds.training.metrics_log import MetricsLog
 from vcore_ds.training.run_folder import begin, can_resume, move_lost_metrics, move_lost_tokens

@@ -12,12 +12,11 @@ from vcore_ds.config.data_section import DataConfig
 from vcore_ds.config.load import read_resolved_recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
-from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import read_state, run_on_all_ranks
 from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.training import console
+from vcore_ds.training import checkpoint_folder, console
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.utility.direction import Direction

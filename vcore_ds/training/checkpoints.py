@@ -26,7 +26,6 @@ from vcore_ds.config.sections import CheckpointConfig, RunConfig
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
     CheckpointFailed,
     Group,
@@ -38,7 +37,7 @@ from vcore_ds.engine.checkpoint_shards import (
     write_state,
 )
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.training import console
+from vcore_ds.training import checkpoint_folder, console
 from vcore_ds.training.checkpoint_read import RunState, find_reused_direction
 from vcore_ds.utility.estimators import Estimator
 

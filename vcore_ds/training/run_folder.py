@@ -33,6 +33,7 @@ from vcore_ds.common.paths import (
 )
 from vcore_ds.config.load import make_override, read_resolved_recipe
 from vcore_ds.config.schema import Recipe, differing_keys
+from vcore_ds.training import checkpoint_folder
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
 if TYPE_CHECKING:
@@ -380,8 +381,6 @@ def _holds_this_run(recipe: Recipe) -> bool:
 
 def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
     """Raise UserError if a run cannot branch from this checkpoint."""
-    from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
-
     where = f"checkpoint.branch_from: {checkpoint}"
     with reading("checkpoint.branch_from", checkpoint, "a checkpoint that can be read"):
         if checkpoint_folder.parse_step(checkpoint) is None or not (checkpoint / checkpoint_folder.COMPLETE).is_file():
@@ -400,8 +399,6 @@ def _list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
 def begin_branch(checkpoint: Path, folder: Path) -> None:
     """Fill a new run's folder with `checkpoint`, and its source's metrics and recorded tokens up to that step, as hard
     links if possible. On rank 0, which holds the folder's lock."""
-    from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
-
     run, step = checkpoint.parents[1], checkpoint_folder.parse_step(checkpoint)
     assert step is not None  # checked by `can_resume`
     with writing("run.output_dir", folder):

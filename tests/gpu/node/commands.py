@@ -11,7 +11,7 @@ from tests.benchmarks.gpu import SHAPES
 from tests.gpu.calibrate import NUM_TRACES, make_settings, write_inputs
 from tests.gpu.node.launch import run_on_ranks
 from tests.gpu.results import work_folder, write_results
-from vcore_ds.engine.checkpoint_folder import COMPLETE
+from vcore_ds.training.checkpoint_folder import COMPLETE
 
 NUM_STEPS = 4
 

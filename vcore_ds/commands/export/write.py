@@ -23,7 +23,6 @@ from vcore_ds.common.paths import (
 )
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import checkpoint_name
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.models import model_folder
@@ -34,6 +33,7 @@ from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, 
 from vcore_ds.models.model_identity import CARD, identify_base_model, is_hub_id, read_card_metadata
 from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
+from vcore_ds.training import checkpoint_folder
 from vcore_ds.training.checkpoint_read import compute_frozen_digest
 from vcore_ds.training.model_card import Kind, make_model_card
 from vcore_ds.training.run_folder import read_run_recipe

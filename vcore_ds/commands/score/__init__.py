@@ -16,6 +16,8 @@ from vcore_ds.config.exports import ADAPTER_CONFIG
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.schema import Recipe
+from vcore_ds.training import checkpoint_folder
+from vcore_ds.training.run_folder import RECIPE, read_run_metrics
 
 if TYPE_CHECKING:
     from vcore_ds.data.scores_folder import ScoredCheckpoint
@@ -102,8 +104,6 @@ def read_inputs(
     """Check the command's arguments, and read what they name, before torch is imported. Raises UserError where the
     recipe, the run, the checkpoint, a set or the output cannot be used. `data`: traces to score where `target` is a
     model."""
-    from vcore_ds.training.run_folder import RECIPE
-
     run = Path(target) if (Path(target) / RECIPE).is_file() else None
     if run is None and data is None and Path(target).is_dir():
         raise UserError(
@@ -177,9 +177,7 @@ def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> 
 def _select_checkpoints(run: Path, name: str | None) -> "list[ScoredCheckpoint]":
     """The named checkpoint, all of them, or the newest (None), with their weights in the sum. Raises UserError if there
     is no such checkpoint."""
-    from vcore_ds.data.scores_folder import ScoredCheckpoint
-    from vcore_ds.engine import checkpoint_folder
-    from vcore_ds.training.run_folder import read_run_metrics
+    from vcore_ds.data.scores_folder import ScoredCheckpoint  # imports numpy
 
     with reading("RUN", run, "the folder of a run"):
         complete = {

@@ -38,7 +38,6 @@ from vcore_ds.distributed.device import device, num_local_ranks
 from vcore_ds.distributed.position import mark
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import watching
-from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_architecture, count_parameters
 from vcore_ds.models.description import DTYPES
@@ -51,7 +50,7 @@ from vcore_ds.planning.hardware import FAST, SLOW, Cluster, Gpu, find_gpu
 from vcore_ds.planning.passes import CPU, derive_passes, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.step_cost import LaidOutBatch, StepModel
-from vcore_ds.training import console, run_folder
+from vcore_ds.training import checkpoint_folder, console, run_folder
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
 from vcore_ds.training.faults import advising_on_memory, warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
