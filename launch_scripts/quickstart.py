@@ -13,8 +13,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.schema import Recipe, flat_values
-from vcore_ds.data.cache import check_source
-from vcore_ds.data.prepare.sources import find_files
+from vcore_ds.data.prepare.sources import check_source, find_files
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.training.setup import start_ranks

@@ -24,7 +24,8 @@ from tests.helpers.setups import TinySetup, sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import choose_sampling
-from vcore_ds.commands.named_model import end_token_ids, find_named_model, generate_answers, load_to_answer
+from vcore_ds.commands.generation import end_token_ids, generate_answers, load_to_answer
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.exports import resolve_exports
 from vcore_ds.data.store import TokenStore, check_contents

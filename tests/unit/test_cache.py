@@ -13,8 +13,9 @@ from tests.helpers.ranks import forkserver
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.data_section import DataConfig
-from vcore_ds.data.cache import check_source, find_or_make_store
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.prepare.report import describe_reading
+from vcore_ds.data.prepare.sources import check_source
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 

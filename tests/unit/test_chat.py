@@ -22,7 +22,8 @@ from tests.helpers.setups import write_model
 from tests.unit.test_export import make_trained_masters, write_run
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.named_model import find_named_model, load_to_answer
+from vcore_ds.commands.generation import load_to_answer
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe

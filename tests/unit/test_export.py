@@ -28,7 +28,8 @@ from vcore_ds.commands.chat import export_unfinished
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.export import write
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.named_model import end_token_ids, find_named_model
+from vcore_ds.commands.generation import end_token_ids
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models import model_folder as files

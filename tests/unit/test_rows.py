@@ -13,13 +13,13 @@ from tests.helpers.conversations import decode_learned, decode_texts, prepare_ro
 from tests.helpers.templates import make_template_tokenizer
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.data_section import DataConfig
+from vcore_ds.config.data_section import MANIFEST, DataConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.conversations import Conversation, render_conversation
 from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed, read_turn
 from vcore_ds.data.prepare.report import describe_reading
 from vcore_ds.data.prepare.rows import read_chat_row
-from vcore_ds.data.store import MANIFEST, TokenStore
+from vcore_ds.data.store import TokenStore
 
 QUESTION = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}

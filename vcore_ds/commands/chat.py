@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.locks import lock_output
 from vcore_ds.common.paths import expand_home
 from vcore_ds.common.text import check_unicode
@@ -43,19 +45,20 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> None:
-    from transformers import set_seed
-    from transformers.utils import logging
-
-    from vcore_ds.commands.named_model import find_named_model, load_to_answer
-    from vcore_ds.data.answers import code_prompt, math_prompt
-    from vcore_ds.data.conversations import check_tokenizer
-    from vcore_ds.data.messages import read_turn
-    from vcore_ds.data.tokenization import load_tokenizer
-
-    logging.disable_progress_bar()
     check_unicode(arguments.system or "", "--system", ENCODING)
     with export_unfinished(arguments.model) as path:
         named = find_named_model(path)
+        with lasting_imports():
+            from transformers import set_seed
+            from transformers.utils import logging
+
+            from vcore_ds.commands.generation import load_to_answer
+            from vcore_ds.data.answers import code_prompt, math_prompt
+            from vcore_ds.data.conversations import check_tokenizer
+            from vcore_ds.data.messages import read_turn
+            from vcore_ds.data.tokenization import load_tokenizer
+
+        logging.disable_progress_bar()
         tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
         check_tokenizer(tokenizer)
         model = load_to_answer(named, "auto")
@@ -129,7 +132,7 @@ def print_answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], arg
     from jinja2 import TemplateError
     from transformers import GenerationConfig, TextStreamer
 
-    from vcore_ds.commands.named_model import end_token_ids, generate_answers, longest_sequence
+    from vcore_ds.commands.generation import end_token_ids, generate_answers, longest_sequence
     from vcore_ds.data.conversations import render_prompt
 
     try:

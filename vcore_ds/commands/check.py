@@ -10,6 +10,7 @@ from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import find_lengths, find_tokenizer, with_num_steps
 from vcore_ds.commands.plan.prediction import LengthModel, simulate, summarize_batches
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
@@ -81,22 +82,23 @@ def check_model(recipe: Recipe) -> "PreTrainedTokenizerBase | None":
     """Check the weighting function and a model on this machine as a run does, and return the model's tokenizer, if it
     is here. Raises their UserErrors."""
     if recipe.method.name == "custom":
-        from vcore_ds.training.weighting import check_function  # imports torch: seconds
+        with lasting_imports():
+            from vcore_ds.training.weighting import check_function  # imports torch: seconds
 
         check_function(recipe.method)
     if not is_on_disk(recipe.model.path):
         return None
-    # Imports torch and transformers: seconds.
-    from vcore_ds.models.architecture_check import check_configuration, check_model_folder
+    with lasting_imports():  # of torch, transformers and peft: seconds
+        from vcore_ds.data.tokenization import load_tokenizer
+        from vcore_ds.models.architecture_check import check_configuration, check_model_folder
+        from vcore_ds.training.feed import check_local_data  # noqa: F401
+        from vcore_ds.training.model_card import check_export
 
     check_configuration(derive_plan_settings(recipe))
     suffixes = {file.suffix for file in Path(recipe.model.path).glob("*")}
     if suffixes & {".safetensors", ".bin"}:  # a configuration alone is enough for planning
         check_model_folder(recipe.model.path)
     if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
-        from vcore_ds.data.tokenization import load_tokenizer
-        from vcore_ds.training.model_card import check_export
-
         tokenizer = load_tokenizer(recipe.model.path)
         check_export(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
         return tokenizer

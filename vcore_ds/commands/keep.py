@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from vcore_ds.commands.arguments import share
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import refuse_existing, write_atomically, writing
+from vcore_ds.common.paths import reading, refuse_existing, write_atomically, writing
 from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.config.problems import RecipeError, list_problems
 
@@ -51,8 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that have changed since, or an output that exists or
     cannot be written."""
-    from vcore_ds.training.kept_traces import read_kept  # imports torch: seconds
-
     if arguments.top is None and arguments.above is None:
         if arguments.weights is None:
             raise UserError("--top: found none of --top, --above and --weights; expected one, such as --top 0.25")
@@ -61,14 +59,18 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("--within: found source together with --above; expected it with --top")
     output, weights = arguments.output, arguments.weights
     if weights is not None:
-        from vcore_ds.commands.token_weights import parse_sharpness, write_weights
-
         if output.suffix != ".parquet":
             raise UserError(f"--output: found {output} with --weights; expected a .parquet file of tokens")
+        with reading("SCORES", Path(arguments.scores), "a folder that vcore-ds score wrote"):
+            Path(arguments.scores).stat()
+        from vcore_ds.commands.token_weights import parse_sharpness, write_weights  # imports torch: seconds
+
         sharpness = parse_sharpness(weights)
     refuse_existing(output, NEW_FILE)
     origin = output.with_name(f"{output.name}.origin.json")  # not of `.`, which is refused
     refuse_existing(origin, NEW_FILE)
+    from vcore_ds.training.kept_traces import read_kept  # imports numpy and Arrow
+
     selection = read_kept(read_keep(arguments), name_argument)
     scores = selection.scores
     with writing("--output", output, NEW_FILE):

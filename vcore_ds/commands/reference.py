@@ -15,6 +15,7 @@ from vcore_ds.common.paths import check_folder, refuse_existing, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.prepare.sources import check_inputs
 
 if TYPE_CHECKING:
     from vcore_ds.data.dataset import Store
@@ -43,6 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
             "and training needs no file"
         )
     refuse_existing(arguments.output, NEW_FILE)
+    check_inputs(recipe.model.path, recipe.data)
     write_reference_log_probabilities(recipe, arguments.output)
 
 

@@ -11,6 +11,10 @@ COLUMNS = "messages conversations prompt completion instruction input output his
 ColumnName = Annotated[str, Field(pattern=f"^({'|'.join(COLUMNS)})$")]
 
 
+MANIFEST = "manifest.json"
+"""File by which a folder is a token store."""
+
+
 class KeepConfig(Section):
     """Selects the traces of data.train_path to train on, by the scores of `vcore-ds score`."""
 

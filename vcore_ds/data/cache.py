@@ -13,13 +13,13 @@ from filelock import FileLock, Timeout
 
 from vcore_ds.common import __version__
 from vcore_ds.common.locks import read_request
-from vcore_ds.common.paths import cache_root, reading, unfinished_path, writing
-from vcore_ds.config.data_section import DataConfig
+from vcore_ds.common.paths import cache_root, unfinished_path, writing
+from vcore_ds.config.data_section import MANIFEST, DataConfig
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare, refuse_malformed
-from vcore_ds.data.prepare.sources import find_files, find_local_files
-from vcore_ds.data.store import MANIFEST, TokenStore, check_supervision, read_manifest
+from vcore_ds.data.prepare.sources import check_source, find_files, find_local_files
+from vcore_ds.data.store import TokenStore, check_supervision, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from vcore_ds.data.dataset import Store
 
 _SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
-
-
-def check_source(path: str, split: str = "train") -> bool:
-    """Return whether `path` is a token store. Raises UserError unless it is one, data with the split, or possibly an id
-    on the hub, which is not contacted."""
-    with reading("", Path(path), "data, or a token store, that can be read"):
-        is_store = (Path(path) / MANIFEST).is_file()
-        if not is_store:
-            find_local_files(path, split)
-    return is_store
 
 
 def is_small(path: str, split: str) -> bool:

@@ -20,7 +20,6 @@ from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
-from vcore_ds.method.baselines import random_mask
 
 
 class Shares:
@@ -216,6 +215,7 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> np.ndarray:
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:
     """Set `kept` to the answer's tokens and random others, `keep_share` of the supervised tokens in total (the method
     `random`)."""
+    from vcore_ds.method.baselines import random_mask  # imports torch: seconds
 
     def keep(_: int, sequence: TokenizedSequence) -> TokenizedSequence:
         assert sequence.in_answer is not None  # every store has it

@@ -22,13 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import parse_json, reading, write_atomically
+from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MANIFEST = "manifest.json"
 FORMAT: Literal["vcore_ds token store, version 1"] = "vcore_ds token store, version 1"
 
 REMEDY = "make it again with `vcore-ds prepare`"

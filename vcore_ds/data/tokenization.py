@@ -44,8 +44,6 @@ class TokenizedSequence:
 def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a folder or hub id; `key` names it in messages. Raises UserError if none can be
     loaded."""
-    from transformers import AutoTokenizer  # takes seconds, and processes that only read data do not need it
-
     folder, failed = Path(path), f"{key}: {path}: no tokenizer can be loaded from there"
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         # For some of these folders transformers makes an empty tokenizer of the model's type.
@@ -54,6 +52,8 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
             "chat_template.jinja into it from the model that these weights were trained from"
         )
     check_on_hub(path, "model", f"{key}: ")
+    from transformers import AutoTokenizer  # takes seconds, and processes that only read data do not need it
+
     try:
         # Without trust_remote_code transformers asks at the terminal whether to run the tokenizer's code.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)

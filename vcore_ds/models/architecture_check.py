@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.config.sections import LoraConfig
+from vcore_ds.data.hub import check_on_hub
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout, comparing_masks
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.description import (
@@ -114,8 +115,7 @@ def check_model_folder(path: str) -> None:
     for a hub id. Raises UserError if the folder does not hold a complete causal language model."""
     folder = Path(path)
     if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") != 1:
-            raise UserError(f"model.path: {path}: no such folder, and not a hub id (owner/name)")
+        check_on_hub(path, "model", "model.path: ", asks=False)
         return
     with reading("model.path", folder, "a model folder that can be read"):
         description = read_model(path)

@@ -17,7 +17,6 @@ from vcore_ds.config.problems import did_you_mean
 from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import Store, select_positions
 from vcore_ds.data.scores_folder import Scores
-from vcore_ds.models.model_identity import compute_model_digest, read_card_metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +95,8 @@ def read_matching_kept(keep: KeepConfig, store: Store, model: str, adapter: str 
     """Read the kept traces. Raises UserError, beside those of `read_kept`, unless the scores were made with the data,
     tokenizer and template of the run, and with the weights with which it begins; or else at checkpoints of a run that
     began with the same weights, or goes on in this one. `model`: model.path; `adapter`: lora.adapter."""
+    from vcore_ds.models.model_identity import compute_model_digest, read_card_metadata  # imports torch: seconds
+
     kept = read_kept(keep)
     folder, scored = kept.keep.scores, kept.scores.data
     hashes = scored.tokenizer_hash, scored.chat_template_hash, scored.digest

@@ -12,11 +12,10 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.text import count
-from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe, flat_values
-from vcore_ds.data.cache import check_source
 from vcore_ds.data.dataset import Dataset, KeptDataset, find_token_store
+from vcore_ds.data.prepare.sources import check_inputs
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import computes_in_fp32
@@ -84,9 +83,7 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
     Raises UserError for mistakes of the user, before anything is written; NonFiniteLoss, NonFiniteGradient with step,
     rank and sequence ids, without an update; RunStopped on all ranks alike, after a checkpoint."""
     resumes = can_resume(recipe)
-    for key, path in recipe.data.paths().items():
-        if key not in WRITTEN_BY_COMMANDS:
-            check_source(path, recipe.data.split)  # before the model, whose lookup takes a minute without a connection
+    check_inputs(recipe.model.path, recipe.data)  # before the model, whose lookup takes a minute without a connection
     check_architecture(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vcore_ds.commands.arguments import positive, share, temperature
+from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.imports import lasting_imports
+from vcore_ds.common.paths import refuse_existing
 from vcore_ds.data.answers import Kind
-from vcore_ds.training.evaluation_folder import RUN_EVALUATION
+from vcore_ds.data.prepare.sources import find_local_files
+from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (
@@ -55,16 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     check_packages()
-    from vcore_ds.commands.evaluate.session import evaluate
-    from vcore_ds.commands.evaluate.tasks import choose_tasks
-    from vcore_ds.commands.named_model import find_named_model
-
+    refuse_existing(arguments.output / EVALUATION, "a new folder, or an unfinished evaluation")
+    for files in filter(None, (word.partition("=")[2] for word in arguments.tasks)):
+        find_local_files(files, "test")
     model = find_named_model(arguments.model, arguments.base, remedy="Name another one with --base MODEL")
     if arguments.url is not None and model.adapter is not None and arguments.served_name is None:
         raise UserError(  # the server's only model may be the base
             f"--url: found the adapter {model.adapter} without a name; expected --served-name NAME, as in vllm serve "
             f"BASE --enable-lora --lora-modules NAME={model.adapter}"
         )
+    with lasting_imports():
+        from vcore_ds.commands.evaluate.session import evaluate
+        from vcore_ds.commands.evaluate.tasks import choose_tasks
+
     changes = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")}
     sampling = choose_sampling(model.weights, arguments.preset, changes)
     is_greedy = sampling.temperature == 0
@@ -101,7 +108,7 @@ def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> 
     """The paper's or the model's sampling, changed by the values of `changes` that are not None. The model's is that of
     generation_config.json, or greedy, without its repetition penalty, which is meant for short chats and lowers
     accuracy."""
-    from vcore_ds.commands.named_model import read_generation_config
+    from vcore_ds.commands.generation import read_generation_config
 
     sampling = Sampling()
     if preset != "paper" and (recommended := read_generation_config(model)).do_sample:

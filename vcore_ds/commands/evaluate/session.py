@@ -41,14 +41,14 @@ from transformers.utils import logging
 
 from vcore_ds.commands.evaluate import Sampling
 from vcore_ds.commands.evaluate.tasks import ChosenTask, format_generations
-from vcore_ds.commands.named_model import (
-    NamedModel,
+from vcore_ds.commands.generation import (
     end_token_ids,
     generate_answers,
     load_to_answer,
     longest_sequence,
     read_generation_config,
 )
+from vcore_ds.commands.named_model import NamedModel
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import RunStopped, UserError, first_line
 from vcore_ds.common.locks import lock_folder

@@ -10,6 +10,7 @@ import torch
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
+from vcore_ds.commands.export import NEW_FOLDER, check_request
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import lock_output
 from vcore_ds.common.paths import (
@@ -36,9 +37,6 @@ from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training import checkpoint_folder
 from vcore_ds.training.checkpoint_read import compute_frozen_digest
 from vcore_ds.training.model_card import Kind, make_model_card
-from vcore_ds.training.run_folder import read_run_recipe
-
-NEW_FOLDER = "a new folder that can be written, with room for the weights"
 
 
 class CheckpointWeights:
@@ -123,14 +121,10 @@ def export_run(
 
     Raises UserError for a user's mistake, a full disk or another process that writes the folder, BadExport where the
     files read back differ from what was written; no folder `output` remains then."""
-    recipe = read_run_recipe(run)
-    if merge and recipe.lora is None:
-        raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
+    recipe = check_request(run, checkpoint, output, merge=merge)
     if base_model is not None and not is_hub_id(base_model):
         raise UserError(f"--base-model: found {base_model}; expected OWNER/NAME, its id on the hub")
     check_model_folder(recipe.model.path)  # for its configuration and for weights that were not trained
-    if output is not None:
-        refuse_existing(output, NEW_FOLDER)
     # Checked before the checksums, which take minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
@@ -193,10 +187,7 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
         return ParallelCheckpointWeights(usable, recipe) if is_parallel else CheckpointWeights(usable)
     if problems:
         raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))
-    if name is None and (run / "adapter").is_dir():
-        return AdapterWeights(run / "adapter")
-    names = ", ".join(folder.name for folder in checkpoints) or "none"
-    raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {names}")
+    return AdapterWeights(run / "adapter")  # `check_request` has found it
 
 
 def write_model(

@@ -10,6 +10,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import check_folder, refuse_existing, writing
 from vcore_ds.config.load import load_recipe
+from vcore_ds.data.prepare.sources import check_inputs
 
 HELP = "measure how accurate the utilities are"
 DESCRIPTION = (
@@ -45,6 +46,7 @@ def main(arguments: argparse.Namespace) -> None:
         with writing("--output", output):
             output.mkdir(parents=True, exist_ok=True)  # check_folder would remove one that another rank uses
             check_folder(output)
+    check_inputs(recipe.model.path, recipe.data)
     with lasting_imports():
         from vcore_ds.commands.fidelity.measure import measure_fidelity
 

@@ -22,7 +22,7 @@ from vcore_ds.commands.plan.prediction import (
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import GIB
-from vcore_ds.config.data_section import DataConfig
+from vcore_ds.config.data_section import MANIFEST, DataConfig
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import RunConfig
@@ -150,7 +150,7 @@ def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | Non
     from vcore_ds.data.messages import Malformed
     from vcore_ds.data.prepare.rows import read_chat_rows
     from vcore_ds.data.prepare.sources import find_files
-    from vcore_ds.data.store import MANIFEST, TokenStore
+    from vcore_ds.data.store import TokenStore
     from vcore_ds.data.tokenization import tokenize_rendered
 
     if (Path(path) / MANIFEST).is_file():

@@ -16,6 +16,7 @@ from vcore_ds.config.exports import ADAPTER_CONFIG
 from vcore_ds.config.load import SHIPPED_RECIPES, load_recipe, make_override
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.prepare.sources import check_inputs, check_source
 from vcore_ds.training import checkpoint_folder
 from vcore_ds.training.run_folder import RECIPE, read_run_metrics
 
@@ -141,9 +142,12 @@ def read_inputs(
     if output is None:
         output = Path("runs", "scores", (run or Path(target)).resolve().name.removesuffix(".yaml"))
     refuse_existing(output, NEW_FOLDER)
-    checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
+    for path in path_of_set.values():
+        check_source(path, recipe.data.split)
     scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
+    check_inputs(recipe.model.path, scoring_recipe.data)
+    checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     adapter = recipe.lora.adapter if recipe.lora else None
     return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, all_tokens, adapter)
 

@@ -35,6 +35,7 @@ from vcore_ds.commands.sweep.folder import (
 from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
 from vcore_ds.common.paths import can_be_hub_id, compute_file_digest, is_readable, reading, write_text, writing
 from vcore_ds.common.text import align_columns, count
+from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.config.load import SHIPPED_SLURM, dump_recipe, dump_yaml, read_resolved_recipe
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.distributed.signals import STOPPING
@@ -180,7 +181,7 @@ def _digest(key: str, path: str) -> str | None:
     # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
     from vcore_ds.data.prepare.sources import describe_source, find_files
     from vcore_ds.data.scores_folder import TRACES
-    from vcore_ds.data.store import MANIFEST, read_manifest
+    from vcore_ds.data.store import read_manifest
     from vcore_ds.models.model_identity import compute_model_digest
 
     if key == "model.path":

@@ -34,12 +34,13 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences, discard_parts, resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_json, write_text
 from vcore_ds.common.text import Progress
+from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import convert
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.report import PrepareReport
-from vcore_ds.data.prepare.sources import RawFile, find_files
-from vcore_ds.data.store import IN_ANSWER, MANIFEST, SUPERVISED, read_manifest, write_store
+from vcore_ds.data.prepare.sources import RawFile, check_source, find_files
+from vcore_ds.data.store import IN_ANSWER, SUPERVISED, read_manifest, write_store
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _ROUND_ROWS, _PIECE_ROWS = 2**15, 256  # between two messages on progress, and of a piece, for any number of processes
 _BATCH_ROWS, _BATCH_BYTES = 64, 16 * 2**20  # rows that are tokenized together; one of more bytes is alone
 _WRITTEN_ROWS = 1024  # to rows.arrow at once
+_REMEDY = "name another --output, or delete it"
 
 
 class Piece(NamedTuple):
@@ -287,6 +289,10 @@ def prepare(
     (None for `say`) with the final table. Raises UserError if the request or the data cannot be used, or another
     process is making `output`, and OSError if it cannot be written; results are kept, unless the same request can never
     succeed."""
+    if output.exists() and not (output / MANIFEST).is_file():
+        raise UserError(f"{output}: is there already and is no token store; {_REMEDY}")
+    for source in request.sources:  # before transformers is imported
+        check_source(source, request.split)
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
     files = find_files(request.sources, request.split)
@@ -324,12 +330,9 @@ def prepare(
 
 def _check_finished(output: Path, origin: dict[str, object]) -> None:
     """Raise UserError unless `output` is a store of this origin."""
-    remedy = "name another --output, or delete it"
-    if not (output / MANIFEST).is_file():
-        raise UserError(f"{output}: is there already and is no token store; {remedy}")
     manifest = read_manifest(output)
     if differences := describe_differences({key: manifest.get(key) for key in origin}, origin):
-        raise UserError(f"{output}: found a store that was made otherwise; {remedy}:\n{differences}")
+        raise UserError(f"{output}: found a store that was made otherwise; {_REMEDY}:\n{differences}")
 
 
 def refuse_malformed(source: str, number: int, num_rows: int, max_malformed: float, listed: Path) -> None:

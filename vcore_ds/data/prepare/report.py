@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, PrepareRequest, RowOutcome, examine_row
-from vcore_ds.data.prepare.sources import find_files, number_rows
-from vcore_ds.data.store import MANIFEST, TokenStore, describe_counts, read_manifest
+from vcore_ds.data.prepare.sources import check_source, find_files, number_rows
+from vcore_ds.data.store import TokenStore, describe_counts, read_manifest
 from vcore_ds.data.templates import find_end
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
@@ -174,6 +175,8 @@ def describe_reading(
 def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
     """Yield the first rows that are learned, each with its learned text marked, and why others are left out. A source
     may be a token store."""
+    for source in request.sources:
+        check_source(source, request.split)  # before transformers is imported
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
     stores = [source for source in request.sources if (Path(source) / MANIFEST).is_file()]

@@ -25,6 +25,7 @@ from vcore_ds.common.paths import (
     reading,
     split_source,
 )
+from vcore_ds.config.data_section import MANIFEST, WRITTEN_BY_COMMANDS, DataConfig
 from vcore_ds.data.hub import check_on_hub
 
 if TYPE_CHECKING:
@@ -111,6 +112,28 @@ def find_files(sources: Sequence[str], split: str) -> list[RawFile]:
             local = find_local_files(source, split)
         files += _list_hub_files(*split_source(source), split) if local is None else local
     return files
+
+
+def check_source(path: str, split: str = "train") -> bool:
+    """Return whether `path` is a token store. Raises UserError unless it is one, data with the split, or possibly an id
+    on the hub, which is not contacted."""
+    with reading("", Path(path), "data, or a token store, that can be read"):
+        is_store = (Path(path) / MANIFEST).is_file()
+        if not is_store:
+            find_local_files(path, split)
+    return is_store
+
+
+def check_inputs(model: str, data: DataConfig) -> None:
+    """Check that the model and the files that a recipe names are here, or may be on the hub, which is not contacted;
+    imports no torch. Raises UserError."""
+    for key, path in data.paths().items():
+        if key not in WRITTEN_BY_COMMANDS:
+            check_source(path, data.split)
+            continue
+        with reading(f"data.{key}", Path(path), "what the command wrote that makes it"):
+            expand_home(path).stat()
+    check_on_hub(model, "model", "model.path: ", asks=False)
 
 
 def describe_source(files: Iterable[RawFile]) -> list[dict[str, Any]]:
