@@ -27,7 +27,7 @@ run() {
 launch() {
     local port
     port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
-    run deepspeed --quiet --master_port "$port" "${ranks[@]}" --module vcore_ds.commands.cli "$@"
+    run deepspeed --quiet --master_port "$port" "${ranks[@]}" --module vcore_ds "$@"
 }
 paths=("data.train_path=$data/mixture.jsonl" "data.probe_path=$data/trusted.jsonl")
 evaluate=(vcore-ds eval --tasks "math500=$data/problems.jsonl" --temperature 0 --max-new-tokens 128 --batch-size 64)

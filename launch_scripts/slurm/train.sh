@@ -58,7 +58,7 @@ on_every_node() {
         exec python -m vcore_ds.distributed.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
             ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} \
             --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-            -m vcore_ds.commands.cli "$@"' bash "$@"
+            -m vcore_ds "$@"' bash "$@"
 }
 
 echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE ranks a node; $(date)"

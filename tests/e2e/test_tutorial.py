@@ -31,7 +31,7 @@ PAGE = REPOSITORY / "docs" / "tutorial.md"
 NUM_LAYERS = 2
 DEEPSPEED_PORT = 29500
 """Default of the deepspeed launcher."""
-LAUNCHER = "deepspeed --quiet --num_accelerators 2 --module vcore_ds.commands.cli "
+LAUNCHER = "deepspeed --quiet --num_accelerators 2 --module vcore_ds "
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 WITHOUT_WEIGHTS = re.compile(

@@ -155,7 +155,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path:
     """`vcore-ds recipes | head -1` closes the pipe in this way."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "vcore_ds.commands.cli", *words]
+    command = [sys.executable, "-m", "vcore_ds", *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(writing, "wb") as output:
         done = subprocess.run(
@@ -185,9 +185,22 @@ def test_wrong_arguments_name_what_is_missing_and_how_to_replace_values(capsys: 
     with pytest.raises(SystemExit):
         main(["check"])
     assert capsys.readouterr().err.endswith("the following arguments are required: recipe\n")
-    with pytest.raises(SystemExit):
-        main(["check", str(RECIPE), "--batch.global_size=8"])
-    assert "replaced without dashes: batch.global_size=8" in capsys.readouterr().err
+    for words, hint in {
+        "check RECIPE --batch.global_size=8": "batch.global_size=8",
+        "train RECIPE --learning_rate 1e-4": "optimizer.learning_rate=1e-4",
+        "train --learning-rate=1e-4": "optimizer.learning_rate=1e-4",
+        "train --per_device_train_batch_size 2 RECIPE": "batch.micro_batch_size_per_rank=2",
+        "check --bf16 RECIPE": "model.precision=VALUE",
+        "train --config RECIPE": "train RECIPE.yaml",
+        "train --num_gpus 2 RECIPE": "deepspeed --num_gpus",
+        "check RECIPE --use_dora": "lora.alpha",
+        "plan RECIPE --num_gpus 8": "--gpus",  # though --gpus is required
+        "check RECIPE --rankss 2": "--ranks",
+        "eval RUN --output_dir here": "--output",
+        "chat RUN --zzzzzz 1": "--help",
+    }.items():
+        assert main(words.replace("RECIPE", str(RECIPE)).split()) == 2
+        assert hint in capsys.readouterr().err, words
 
 
 def test_check_reports_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

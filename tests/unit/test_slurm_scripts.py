@@ -126,7 +126,7 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
     preflight, train = (tmp_path / "python_lines").read_text().splitlines()
     for line, command in ((preflight, "preflight"), (train, "train")):
         assert "--nproc-per-node=4 --numa-binding=node --node-rank=0 --master-addr=n1 --master-port=20007" in line
-        assert line.endswith(f"-m vcore_ds.commands.cli {command} {RECIPES[script.stem]}")
+        assert line.endswith(f"-m vcore_ds {command} {RECIPES[script.stem]}")
         parsed = torchrun.parse_args(line.split()[2:])
         assert (parsed.nproc_per_node, parsed.numa_binding) == ("4", "node")
 

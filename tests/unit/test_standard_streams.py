@@ -14,7 +14,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.training import console
 
-MODULE = "python -m vcore_ds.commands.cli"
+MODULE = "python -m vcore_ds"
 FULL = "vcore-ds: standard output: cannot be written: No space left on device"
 REMOVED = "mkdir gone; cd gone; rmdir ../gone;"
 
@@ -23,7 +23,7 @@ LINES = f"""
 {MODULE} keys method >&- | 0 |
 {MODULE} keys method <&- >&- 2>&- | 0 |
 {MODULE} keys method > /dev/full | 2 | {FULL}
-python -u -m vcore_ds.commands.cli keys method > /dev/full | 2 | {FULL}
+python -u -m vcore_ds keys method > /dev/full | 2 | {FULL}
 {MODULE} check missing 2> /dev/full | 2 |
 {MODULE} check missing 2>&- | 2 |
 {MODULE} check missing | 2 | vcore-ds: missing: found no such file

@@ -101,9 +101,9 @@ def test_the_script_prints_its_commands_and_passes_files_between_them(tmp_path: 
         if "launch_scripts.wrong_traces" in words:
             made |= {f"{words[-1]}/{name}.jsonl" for name in wrong_traces.make(seed=0)} if "write" in words else set()
             continue
-        if "vcore-ds" not in words and "vcore_ds.commands.cli" not in words:
+        if "vcore-ds" not in words and "vcore_ds" not in words:
             continue
-        parsed = parse(words[words.index("vcore-ds" if "vcore-ds" in words else "vcore_ds.commands.cli") + 1 :])
+        parsed = parse(words[words.index("vcore-ds" if "vcore-ds" in words else "vcore_ds") + 1 :])
         values = dict(word.split("=", 1) for word in parsed.overrides if "=" in word)
         used = [values[key] for key in ("data.train_path", "data.probe_path", "data.keep.scores") if key in values]
         if parsed.command == "train":

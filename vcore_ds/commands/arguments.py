@@ -2,9 +2,12 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.config.problems import closest, find_instead, nearest_keys
 
 LARGEST_COUNT = 2**31 - 1
 
@@ -52,6 +55,37 @@ positive_number = _parser(float, "a number above 0", lambda number: 0 < number <
 temperature = _parser(float, "a number of at least 0", lambda number: 0 <= number < math.inf)
 share = _parser(float, "a number above 0, at most 1", lambda number: 0 < number <= 1)
 fraction = _parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+
+
+def check_options(command: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Raise UserError for long options that the command does not have, before argparse prints its usage, or misses an
+    argument that was taken for their value."""
+    options, takes_recipe = list(parser._option_string_actions), any(a.dest == "overrides" for a in parser._actions)
+    named = {word: word.partition("=")[0] for word in words if word.startswith("--")}
+    unknown = [word for word, name in named.items() if not any(option.startswith(name) for option in options)]
+    if hints := [f"{command}: {_explain_option(word, words, options, takes_recipe)}" for word in unknown]:
+        raise UserError("\n".join(hints))
+
+
+def _explain_option(word: str, words: Sequence[str], options: Iterable[str], takes_recipe: bool) -> str:
+    """Name the nearest option, or, where the command takes a recipe, what to write for another trainer's flag."""
+    option, equals, value = word.partition("=")
+    name = option.lstrip("-").replace("-", "_")
+    names = {known.lstrip("-").replace("-", "_"): known for known in options}
+    near = closest(name, names, cutoff=0.75) or (last if (last := name.rpartition("_")[2]) in names else None)
+    if near is not None:
+        return f"found {option}; did you mean {names[near]}?"
+    if not takes_recipe:
+        return f"found {option}; expected one of the options that its --help lists"
+    if instead := find_instead(name):
+        return f"found {option}; {instead}"
+    if not equals:
+        value = next(iter(words[words.index(word) + 1 :]), "")
+        is_value = value and "=" not in value and not value.endswith(".yaml") and not value.startswith("--")
+        value = value if is_value else "VALUE"
+    keys = [key if key.endswith(".yaml") else f"{key}={value}" for key in nearest_keys(name)]
+    written = f"write {' or '.join(keys)} without dashes" if keys else "a recipe's keys are written section.key=value"
+    return f"found {option}; {written} (`vcore-ds keys` lists the keys)"
 
 
 def take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:

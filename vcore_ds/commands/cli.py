@@ -31,7 +31,7 @@ from vcore_ds.commands import (
     sweep,
     train,
 )
-from vcore_ds.commands.arguments import add_overrides
+from vcore_ds.commands.arguments import add_overrides, check_options
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import OutOfMemory, RunFailed, RunStopped, UserError, first_line, is_out_of_memory
 from vcore_ds.common.paths import check_working_folder
@@ -116,6 +116,7 @@ def launch(
     add_overrides(parser)
 
     def train_and_evaluate() -> None:
+        check_options("train", parser, arguments)
         parsed = parser.parse_intermixed_args(arguments)
         stop_signals.listen()
         if after is not None and parsed.eval:
@@ -144,13 +145,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION))
+    if command := next((word for word in argv if word in COMMANDS), None):
+        check_options(command, commands.choices[command], argv[argv.index(command) + 1 :])
     # argparse ends the list of overrides at the first option, so overrides after an option are left over.
     arguments, later = parser.parse_known_args(argv)
-    unknown = [word for word in later if word.startswith("-")]
-    if unknown:
-        keys = [word.lstrip("-") for word in unknown if "." in word and "=" in word]
-        hint = f"; a recipe's values are replaced without dashes: {' '.join(keys)}" if keys else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if unknown := [word for word in later if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if later and "overrides" not in arguments:
         raise UserError(
             f"{arguments.command}: found {' '.join(later)}; expected no more than its --help lists (it reads no recipe)"

@@ -7,7 +7,15 @@ from typing import Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import markdown_rows
-from vcore_ds.config.problems import Key, did_you_mean, names_elsewhere, nearest_keys, recipe_keys, section_meaning
+from vcore_ds.config.problems import (
+    Key,
+    did_you_mean,
+    find_instead,
+    names_elsewhere,
+    nearest_keys,
+    recipe_keys,
+    section_meaning,
+)
 from vcore_ds.config.schema import Recipe
 
 _BASE = {
@@ -107,6 +115,8 @@ def find_keys(names: list[str]) -> dict[str, Key]:
             texts = {dotted: f"{dotted} {key.values} {key.meaning}".lower() for dotted, key in keys.items()}
             hits = {dotted for dotted in keys if name.lower() in texts[dotted] or names_elsewhere().get(name) == dotted}
         if not hits:
+            if instead := find_instead(name):
+                raise UserError(f"keys: {name}: {instead}")
             hint = did_you_mean(nearest_keys(name)) or "; `vcore-ds keys` lists all"
             raise UserError(f"keys: found {name}; expected a section, section.key or a word of a key's meaning{hint}")
         chosen |= hits

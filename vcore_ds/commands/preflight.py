@@ -27,7 +27,7 @@ HELP = "check that all nodes are ready for a run"
 DESCRIPTION = (
     "Compare versions, commit and GPUs of all nodes, check files and free disk, and time a matrix multiplication on "
     "each rank and an all-reduce over all. Start it as train, one process per rank. Exit code 2 if a node is not "
-    "ready, with what to do about it. Example: deepspeed --hostfile hosts --module vcore_ds.commands.cli preflight "
+    "ready, with what to do about it. Example: deepspeed --hostfile hosts --module vcore_ds preflight "
     "RECIPE.yaml"
 )
 TEMPORARY_BYTES = 2 * GIB  # required in the temporary folder, for compiled kernels and files of the processes

@@ -12,7 +12,7 @@ HELP = "train a recipe"
 DESCRIPTION = (
     "Train a recipe. By itself the command is a single process; for several GPUs start it with a launcher (deepspeed, "
     "torchrun, srun), one process per rank. Run the same command again to resume. Example: "
-    "deepspeed --module vcore_ds.commands.cli train RECIPE.yaml."
+    "deepspeed --module vcore_ds train RECIPE.yaml."
 )
 
 add_arguments = add_recipe

@@ -31,6 +31,7 @@ from vcore_ds.config.problems import (
     breaks_rules,
     closest,
     describe_problem,
+    find_instead,
     list_problems,
     nearest_keys,
     show,
@@ -341,7 +342,9 @@ def _apply_override(merged: MergedFiles, override: str) -> None:
     parents = key.split(".")
     expected = "section.key=value or FILE.yaml"
     if not equals or not all(part.isidentifier() for part in parents):
-        merged.problems.append(f"{source}: {describe_problem(show(override), expected, _nearest_words(key))}")
+        instead = find_instead(key)
+        problem = f"{key}: {instead}" if instead else describe_problem(show(override), expected, _nearest_words(key))
+        merged.problems.append(f"{source}: {problem}")
         return
     try:
         value, _ = parse_yaml(text)

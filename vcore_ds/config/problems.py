@@ -31,10 +31,20 @@ class RecipeError(UserError):
 
 
 @cache
+def _read_names() -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8"))
+
+
+@cache
 def names_elsewhere() -> dict[str, str]:
     """Name in another trainer or an earlier version -> our key, or a fragment to merge: of names_elsewhere.yaml."""
-    text = Path(__file__).with_name("names_elsewhere.yaml").read_text(encoding="utf-8")
-    return {name: key for key, names in yaml.safe_load(text).items() for name in names.split()}
+    return {name: key for key, names in _read_names().items() if key != "instead" for name in names.split()}
+
+
+def find_instead(name: str) -> str | None:
+    """What to use instead of another trainer's key that has no counterpart; None for other names, dotted or not."""
+    words = {word: text for names, text in _read_names()["instead"].items() for word in names.split()}
+    return words.get(name.rpartition(".")[2])
 
 
 def show(value: Any) -> str:
@@ -47,9 +57,9 @@ def describe_problem(found: object, expected: str, nearest: Iterable[str] = ()) 
     return f"found {found}; expected {expected}{did_you_mean(nearest)}"
 
 
-def closest(word: str, words: Iterable[str]) -> str | None:
-    """The same or the most similar of these words; None if none is similar."""
-    return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)
+def closest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The same or the most similar of these words; None if none is similar, by difflib's ratio."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(names: Iterable[str]) -> str:
@@ -132,7 +142,7 @@ def nearest_keys(name: str) -> list[str]:
     if known := names_elsewhere().get(name) or names_elsewhere().get(word):
         return [known]
     words = {key: key.rpartition(".")[2] for key in (*SECTIONS, *recipe_keys())}
-    nearest = closest(word, words.values())
+    nearest = closest(word, words.values(), cutoff=0.75)  # `template` is no `temperature`
     return sorted((key for key in words if words[key] == nearest), key=lambda key: key.rpartition(".")[0] != parent)
 
 
@@ -165,6 +175,8 @@ def _describe_field(location: tuple[str, ...], values: Any) -> str:
     found = "nothing" if is_missing else show(value)
     known = section_class(*section).key_names() if section else list(SECTIONS)
     if name not in known:
+        if instead := find_instead(".".join(location)):
+            return f"found {found} under an unknown name; {instead}"
         expected = f"a {'key' if section else 'section'} among {', '.join(known)}"
         return describe_problem(f"{found} under an unknown name", expected, nearest_keys(".".join(location)))
     if not section or location in SUBSECTIONS:
