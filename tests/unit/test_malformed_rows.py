@@ -134,7 +134,7 @@ def test_parquet_of_other_columns_is_malformed(column, reason: str, tmp_path: Pa
     pq.write_table(pa.table({"messages": column}), source)
     with pytest.raises(UserError, match="2 of 2 rows are malformed") as error:
         read_back(source, tokenizer, max_malformed=0.9)
-    assert f"The first: {source}:1: " in str(error.value) and reason in str(error.value)
+    assert f"first {source}:1: " in str(error.value) and reason in str(error.value)
 
 
 def test_time_within_a_message_is_ignored(tmp_path: Path, tokenizer: Path) -> None:

@@ -398,15 +398,18 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 
 
 def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [*(make_row("q", str(n)) for n in range(8)), "x", {"a": 1}])
+    source = write_lines(tmp_path / "rows.jsonl", [*(make_row("q", str(n)) for n in range(8)), {"a": 1}, "x", {"a": 2}])
     with pytest.raises(UserError) as error:
-        run(source, max_malformed=0.19)
-    assert "2 of 10 rows are malformed (20.00%), expected at most 19.00%" in str(error.value)
-    assert f"The first: {source}:9: not JSON" in str(error.value)
+        run(source, max_malformed=0.26)
+    assert "3 of 11 rows are malformed (27.27%), expected at most 26.00%" in str(error.value)
+    # Each kind once, the most frequent first; the share that would do is rounded up.
+    assert f"2 rows, first {source}:9: found the keys a; expected" in str(error.value)
+    assert f"1 row, first {source}:10: not JSON" in str(error.value) and f"{source}:11" not in str(error.value)
+    assert "data.max_malformed=0.28 in a recipe, --max-malformed 0.28 of prepare" in str(error.value)
     listed = (tmp_path / "store.unfinished" / "malformed.txt").read_text()
-    assert f"{source}:10: found the keys a; expected" in listed
-    assert run(source, max_malformed=0.2).num_kept == 8
-    assert "10 rows were converted before" in run.said
+    assert f"{source}:11: found the keys a; expected" in listed
+    assert run(source, max_malformed=0.28).num_kept == 8
+    assert "11 rows were converted before" in run.said
     assert (tmp_path / "store.malformed.txt").read_text() == listed
 
 

@@ -29,12 +29,16 @@ def rows(tmp_path: Path) -> Path:
 
 def test_rows_are_shown_as_they_are_learned(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prepare", str(rows), "--tokenizer", str(rows.parent / "qwen3")]
-    assert main([*command, "--show", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert f"{rows}:1: left out: unclosed thinking" in shown and f"{rows}:3" not in shown
+    assert main([*command, "--show", "1"]) == 2  # as the preparation, for one malformed row of five
+    refused = capsys.readouterr()
+    assert "1 of 5 rows are malformed" in refused.err and f"1 row, first {rows}:3: " in refused.err
+    assert main([*command, "--show", "3", "--max-malformed", "0.5"]) == 0
+    assert (shown := capsys.readouterr().out).count(": learned between") == 3 and f"1 row, first {rows}:3: " in shown
+    shown = refused.out
+    assert f"{rows}:1: left out: unclosed thinking" in shown
     assert f"{rows}:2: learned" in shown and "up to <|im_end|>; ignored: `id`, `chat_template_kwargs.custom" in shown
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦<think>\nt\n</think>\n\na<|im_end|>⟧"
-    assert shown.rstrip().endswith(text)
+    assert text in shown
     assert list(rows.parent.glob("*store*")) == []
     # The same text from the tokens of a store.
     store = rows.parent / "store"
@@ -69,5 +73,5 @@ def test_a_turn_without_an_end_is_said(rows: Path, capsys: pytest.CaptureFixture
     tokenizer.save_pretrained(rows.parent / "base")
     lines = "\n".join(describe_reading(str(rows), None, tokenizer))
     assert "3 turns are learned without an end" in lines
-    assert main(["prepare", str(rows), "--tokenizer", str(rows.parent / "base"), "--show", "1"]) == 0
+    assert main(["prepare", str(rows), "--tokenizer", str(rows.parent / "base"), "--show", "1"]) == 2
     assert "up to no special token" in capsys.readouterr().out

@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.show is not None:
         from vcore_ds.data.prepare.report import show_rows
 
-        for text in show_rows(request, arguments.show):
+        for text in show_rows(request, arguments.show, arguments.max_malformed):
             print(text)
         return
     if arguments.output is None:

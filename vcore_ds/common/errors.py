@@ -1,5 +1,8 @@
 """Exceptions that end a command with one message and no traceback: a user's mistake, a failed run, a stop request."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """A mistake in the user's input: a recipe, a file, a folder, a setting. The message is complete (where, what was
@@ -7,6 +10,22 @@ class UserError(Exception):
     `EXIT_CODE`."""
 
     EXIT_CODE = 2
+
+
+class Problems(list[str]):
+    """Messages of several UserErrors, which are raised as one."""
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """A context that adds the UserError of its block."""
+        try:
+            yield
+        except UserError as error:
+            self.append(str(error))
+
+    def raise_all(self) -> None:
+        if self:
+            raise UserError("\n".join(dict.fromkeys(self)))
 
 
 class RunFailed(Exception):

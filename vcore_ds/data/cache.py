@@ -17,24 +17,15 @@ from vcore_ds.common.paths import cache_root, unfinished_path, writing
 from vcore_ds.config.data_section import MANIFEST, DataConfig
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare.convert import PrepareRequest
-from vcore_ds.data.prepare.pipeline import prepare, refuse_malformed
-from vcore_ds.data.prepare.sources import check_source, find_files, find_local_files
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.report import refuse_malformed
+from vcore_ds.data.prepare.sources import check_source, find_files, is_small
 from vcore_ds.data.store import TokenStore, check_supervision, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vcore_ds.data.dataset import Store
-
-_SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
-
-
-def is_small(path: str, split: str) -> bool:
-    """Whether `path` is a token store, or raw data on this machine that are converted to one in seconds."""
-    if check_source(path, split):
-        return True
-    files = find_local_files(path, split)
-    return files is not None and sum(Path(file.path).stat().st_size for file in files) < _SMALL_BYTES
 
 
 def find_or_make_store(
@@ -66,8 +57,10 @@ def find_or_make_store(
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
             counts = read_manifest(folder)["counts"]
-            listed = folder.with_name(f"{folder.name}.malformed.txt")
-            refuse_malformed(path, counts["malformed"], counts["drawn"], limit, listed)
+            if counts["malformed"]:
+                listed = folder.with_name(f"{folder.name}.malformed.txt")
+                faults = listed.read_text(encoding="utf-8").splitlines()
+                refuse_malformed(path, faults, counts["drawn"], limit, f". All of them: {listed}")
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")

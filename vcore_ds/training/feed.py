@@ -1,14 +1,14 @@
 """The feed of a run: from data files to this rank's micro-batches of every step."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import Problems, UserError
 from vcore_ds.common.paths import cache_root, is_readable
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
@@ -16,7 +16,7 @@ from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
-from vcore_ds.data.cache import find_or_make_store, find_shared, is_small
+from vcore_ds.data.cache import find_or_make_store, find_shared
 from vcore_ds.data.dataset import (
     ChangedDataset,
     Dataset,
@@ -33,6 +33,7 @@ from vcore_ds.data.dataset import (
     list_files,
     list_shares,
 )
+from vcore_ds.data.prepare.sources import is_small
 from vcore_ds.data.scores_folder import TokenWeights
 from vcore_ds.data.store import TokenStore, check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
@@ -282,6 +283,14 @@ class DataReader:
             console.note(f"Sequence ids of {file.path}: from {first:,}")
         return joined
 
+    def read_stores(self, paths: Iterable[str]) -> None:
+        """Open the token stores of all paths. Raises one UserError for all that cannot be used."""
+        problems = Problems()
+        for path in paths:
+            with problems.collect():
+                self.read_store(path)
+        problems.raise_all()
+
     def read_store(self, path: str) -> TokenStore:
         """Open the token store at `path`, or one that a single process makes of the raw data there. Raises UserError if
         it cannot be made, is damaged, or does not fit the model."""
@@ -312,13 +321,17 @@ def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTra
 def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Open the data of a recipe that are on this machine as a run does. Token stores of large raw data are left to
     the run. Raises its UserErrors."""
+    problems = Problems()
     for key, path in settings.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
-        if is_small(path, settings.split):
+        with problems.collect():
+            if not is_small(path, settings.split):
+                continue
             folder = find_or_make_store(path, tokenizer, settings, say=lambda _: None)
             check_contents(folder, cache_root(settings.cache_dir))
             open_store(settings, folder, model, tokenizer)
+    problems.raise_all()
 
 
 def count_dataset_tokens(dataset: Dataset) -> tuple[int, int]:

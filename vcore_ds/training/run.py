@@ -12,6 +12,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.text import count
+from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe, flat_values
 from vcore_ds.data.dataset import Dataset, KeptDataset, find_token_store
@@ -228,6 +229,7 @@ def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool) -> None:
 def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:
     """Read the data: the batches of every step, and the held-out sequences by name of their set. A collective."""
     data, seed = recipe.data, recipe.run.seed
+    reader.read_stores(path for key, path in data.paths().items() if key not in WRITTEN_BY_COMMANDS)
     training = reader.read_training_data(recipe.method, seed)
     validation = reader.read_validation(training)
     probe = None

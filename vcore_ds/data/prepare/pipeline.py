@@ -38,7 +38,7 @@ from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import convert
 from vcore_ds.data.prepare.convert import PrepareRequest
-from vcore_ds.data.prepare.report import PrepareReport
+from vcore_ds.data.prepare.report import PrepareReport, refuse_malformed
 from vcore_ds.data.prepare.sources import RawFile, check_source, find_files
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED, read_manifest, write_store
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
@@ -311,7 +311,8 @@ def prepare(
         listed = folder / "malformed.txt"
         if report.faults:
             write_text(listed, "\n".join([*dict.fromkeys(report.faults), ""]))
-        refuse_malformed(", ".join(request.sources), report.num_malformed, report.num_drawn, max_malformed, listed)
+        sources, listing = ", ".join(request.sources), f". All of them: {listed}"
+        refuse_malformed(sources, report.faults, report.num_drawn, max_malformed, listing)
         if not report.num_kept:
             discard_parts(folder)  # the same request would fail again, and another one cannot use them
             raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
@@ -333,15 +334,3 @@ def _check_finished(output: Path, origin: dict[str, object]) -> None:
     manifest = read_manifest(output)
     if differences := describe_differences({key: manifest.get(key) for key in origin}, origin):
         raise UserError(f"{output}: found a store that was made otherwise; {_REMEDY}:\n{differences}")
-
-
-def refuse_malformed(source: str, number: int, num_rows: int, max_malformed: float, listed: Path) -> None:
-    """Raise UserError if the share of malformed rows is too large; `listed`: the file that names them."""
-    if number > max_malformed * num_rows:
-        first = listed.read_text(encoding="utf-8").partition("\n")[0]
-        advice = ", or raise the share to leave them out" if number < num_rows else ""
-        raise UserError(
-            f"{source}: {number:,} of {num_rows:,} rows are malformed ({number / num_rows:.2%}), expected at most "
-            f"{max_malformed:.2%} (prepare --max-malformed, in a recipe data.max_malformed). The first: {first}\n"
-            f"More of them: {listed}. Fix the data{advice}."
-        )

@@ -1,8 +1,10 @@
 """Outcomes of rows: the table of `vcore-ds prepare`, the lines of `check`, and rows with their learned text marked."""
 
+import math
+import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import count
 from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, PrepareRequest, RowOutcome, examine_row
-from vcore_ds.data.prepare.sources import check_source, find_files, number_rows
+from vcore_ds.data.prepare.sources import check_source, find_files, is_small, number_rows
 from vcore_ds.data.store import TokenStore, describe_counts, read_manifest
 from vcore_ds.data.templates import find_end
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -25,7 +29,9 @@ _MAX_SHOWN = 10  # fields that are named in a line
 _NUM_ROWS = 500  # rows of data that `check` reads, and renders in a second
 _BEGIN, _END = "⟦", "⟧"  # around learned text
 _MAX_CHARACTERS = 2_000  # of a passage that is shown; of longer ones beginning and end
-_MAX_REASONS = 20  # rows that `--show` reads beside those that it shows
+_MAX_KINDS = 10  # of malformed rows in a message
+_PLACE = re.compile(r"(.*?:\d+): (.*)", re.DOTALL)  # of a fault, and its reason
+_QUOTED = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")  # in a reason, of this row alone
 
 
 @dataclass
@@ -172,9 +178,38 @@ def describe_reading(
     return [f"{path}: {line}" for line in [*lines, *describe_counts(counts)]]
 
 
-def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
-    """Yield the first rows that are learned, each with its learned text marked, and why others are left out. A source
-    may be a token store."""
+def group_faults(faults: Iterable[str]) -> list[str]:
+    """Describe each kind of fault once, `PLACE: REASON` of its first row, with the number of its rows."""
+    kinds: dict[str, list[str]] = {}
+    for fault in faults:
+        match = _PLACE.fullmatch(fault)
+        kinds.setdefault(_QUOTED.sub("", match[2] if match else fault), []).append(fault)
+    ordered = sorted(kinds.values(), key=len, reverse=True)
+    lines = [f"  {count(len(rows), 'row')}, first {rows[0]}" for rows in ordered[:_MAX_KINDS]]
+    return lines + [f"  and {len(ordered) - _MAX_KINDS:,} other kinds"] * (len(ordered) > _MAX_KINDS)
+
+
+def refuse_malformed(
+    source: str, faults: Sequence[str], num_rows: int, max_malformed: float, listing: str = ""
+) -> None:
+    """Raise UserError if the share of malformed rows is too large. `listing`: where all faults are, for the message."""
+    if len(faults) > max_malformed * num_rows:
+        share = math.ceil(100 * len(faults) / num_rows) / 100
+        options = f"data.max_malformed={share:g} in a recipe, --max-malformed {share:g} of prepare"
+        advice = f" or leave them out ({options})" if len(faults) < num_rows else ""
+        lines = [
+            f"{source}: {len(faults):,} of {num_rows:,} rows are malformed ({len(faults) / num_rows:.2%}), expected at "
+            f"most {max_malformed:.2%}:",
+            *group_faults(faults),
+            f"Repair them{advice}{listing}",
+        ]
+        raise UserError("\n".join(lines))
+
+
+def show_rows(request: PrepareRequest, number: int, max_malformed: float) -> Iterator[str]:
+    """Yield the first rows that are learned, each with its learned text marked, and at the end why others are left out.
+    A source may be a token store. Raises UserError at the end if more than `max_malformed` of the rows are malformed:
+    of all of small data, else of those that were read to show the first."""
     for source in request.sources:
         check_source(source, request.split)  # before transformers is imported
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
@@ -183,17 +218,25 @@ def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
     for source in stores:
         for sequence in islice(TokenStore(source, tokenizer), number):
             yield _show_sequence(f"{source}: sequence {sequence.sequence_id}", sequence, tokenizer)
-    files, num_shown = find_files([source for source in request.sources if source not in stores], request.split), 0
-    for file, i, row in islice(number_rows(files), number + _MAX_REASONS):
-        result, place = RowOutcome(i), f"{file.name}:{i + 1}"
+    sources = [source for source in request.sources if source not in stores]
+    report, num_shown = PrepareReport(request), 0
+    reads_all = all(is_small(source, request.split) for source in sources)
+    for file, i, row in number_rows(find_files(sources, request.split)):
+        result = RowOutcome(i)
         item = examine_row(result, row, request, file, tokenizer)
-        if item is None:
-            yield f"{place}: {'malformed' if result.reason else 'left out'}: {result.reason or result.outcome}"
-        else:
+        report.count(result, file.name)
+        report.num_rows += 1
+        place = f"{file.name}:{i + 1}"
+        if item is None and not result.reason and report.outcomes[result.outcome] == 1:
+            yield f"{place}: left out: {result.outcome}"
+        if item is not None and num_shown < number:
             yield _show_sequence(place, tokenize_rendered([item], tokenizer)[0], tokenizer, result.ignored)
             num_shown += 1
-        if num_shown == number:
-            return
+        if num_shown == number and not reads_all:
+            break
+    refuse_malformed(", ".join(sources), report.faults, report.num_drawn, max_malformed)
+    if report.faults:
+        yield "\n".join(["Malformed rows, which are left out:", *group_faults(report.faults)])
 
 
 def _show_sequence(

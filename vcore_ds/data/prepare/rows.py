@@ -99,6 +99,11 @@ def _read_prompt_completion(row: dict[str, Any]) -> list[Any]:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
+    if isinstance(completion, list) and completion and all(isinstance(text, str) for text in completion):
+        raise Malformed(
+            f"`completion` is a list of {len(completion)} texts; expected one text or a list of messages. Write a row "
+            "for each text, or for the one to learn: data.columns (prepare --columns) names columns, not items of lists"
+        )
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise Malformed("`prompt` or `completion` is neither a text nor a list of messages")
     context = [

@@ -14,7 +14,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.errors import Problems, UserError, first_line
 from vcore_ds.common.paths import (
     COMPRESSIONS,
     DATA_SUFFIXES,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _TABLE_ROWS = 64  # of a table, that are in memory at once
 _PEEK_BYTES = 2**20
+_SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
 _BOM, _SPACE = b"\xef\xbb\xbf", b" \t\r\n"
 _READABLE = "data that can be read"
 _KINDS = f"{', '.join(DATA_SUFFIXES)}, also compressed ({', '.join(COMPRESSIONS)})"
@@ -124,16 +125,28 @@ def check_source(path: str, split: str = "train") -> bool:
     return is_store
 
 
+def is_small(path: str, split: str) -> bool:
+    """Whether `path` is a token store, or raw data on this machine that are converted to one in seconds."""
+    if check_source(path, split):
+        return True
+    files = find_local_files(path, split)
+    return files is not None and sum(Path(file.path).stat().st_size for file in files) < _SMALL_BYTES
+
+
 def check_inputs(model: str, data: DataConfig) -> None:
     """Check that the model and the files that a recipe names are here, or may be on the hub, which is not contacted;
-    imports no torch. Raises UserError."""
+    imports no torch. Raises UserError for all that are not."""
+    problems = Problems()
     for key, path in data.paths().items():
-        if key not in WRITTEN_BY_COMMANDS:
-            check_source(path, data.split)
-            continue
-        with reading(f"data.{key}", Path(path), "what the command wrote that makes it"):
-            expand_home(path).stat()
-    check_on_hub(model, "model", "model.path: ", asks=False)
+        with problems.collect():
+            if key not in WRITTEN_BY_COMMANDS:
+                check_source(path, data.split)
+                continue
+            with reading(f"data.{key}", Path(path), "what the command wrote that makes it"):
+                expand_home(path).stat()
+    with problems.collect():
+        check_on_hub(model, "model", "model.path: ", asks=False)
+    problems.raise_all()
 
 
 def describe_source(files: Iterable[RawFile]) -> list[dict[str, Any]]:
