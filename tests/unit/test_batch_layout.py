@@ -158,6 +158,26 @@ def test_ranks_share_a_pack_only_where_that_is_faster() -> None:
     assert choose_spread([8, 8, 8, 8], 4, time_model=free, parallel_sizes=[1, 2, 4]).sequence_parallel == 1  # a tie
 
 
+def test_limits_of_a_micro_batch_by_hand() -> None:
+    """A pack's tokens on each rank; else the longest sequence with its padding, or what is free on each rank."""
+    assert MicroBatchLimit(16).max_tokens(4, 9) == 64
+    shared = MicroBatchLimit(None, None)
+    assert [shared.max_tokens(k, n) for k, n in ((1, 9), (4, 9), (1, 2001), (4, 4097))] == [1024, 4096, 2008, 4128]
+
+
+@pytest.mark.parametrize("latency, num_micro_steps, slowest", [(2.9, 2, 136), (3.1, 1, 144)])
+def test_the_time_of_a_layout_by_hand(latency: float, num_micro_steps: int, slowest: int) -> None:
+    """A second micro-step saves 8 tokens on two ranks, and costs both a token for its kernels and its latency."""
+    shape = ModelShape(1, 1, 1, 1, 10**12)  # without attention to speak of
+    machine = Machine(1e12, math.inf, math.inf, latency, 1.0)
+    lengths, fixed = [16, 32, 72, 32, 56, 40, 24], dict(limit=MicroBatchLimit(1000), parallel_sizes=[2])
+    packed = lay_out_batch(range(7), lengths, **fixed, time_model=TimeModel(shape, 4, 4, machine))
+    assert len(packed.micro_steps) == num_micro_steps
+    assert packed.time == pytest.approx(slowest / 2 + num_micro_steps * (1 + latency))
+    rows = dict(limit=MicroBatchLimit(None, 2), parallel_sizes=[1], time_model=TimeModel(shape, 2, 2, machine))
+    assert lay_out_batch(range(4), [17, 5, 16, 5], **rows).time == pytest.approx(2 * 24 + 1)  # padded to the longest
+
+
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
     batch_layout = choose_spread([5000, 3000], 2**31 - 1)
     assert batch_layout.sequence_parallel == 1 and len(batch_layout.micro_steps[0]) == 2
