@@ -84,6 +84,7 @@ CONTRADICTIONS = [
     (zero3(stage=2), "zero_optimization.stage", "3"),
     (zero3(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear", "false"),
     (zero3(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights", "false"),
+    (zero3(zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights", "false"),
     (zero3(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients", "false"),
     (zero3(offload_param={"device": "nvme"}), "zero_optimization.offload_param.device", '"cpu"'),
     (zero3(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device", '"cpu"'),

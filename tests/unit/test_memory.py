@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,20 @@ from vcore_ds.models import attention
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.planning import fit
-from vcore_ds.planning.batch_plan import plan_batch
+from vcore_ds.planning.batch_layout import Utilization, Waste
+from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import Available, MemoryPlan, choose_activations, describe_shortage, plan_memory
+from vcore_ds.planning.fit import (
+    Available,
+    MemoryPlan,
+    choose_activations,
+    describe_exhaustion,
+    describe_recomputation,
+    describe_shortage,
+    describe_tightness,
+    find_shortage,
+    plan_memory,
+)
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, parse_shape
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
@@ -32,6 +44,7 @@ from vcore_ds.planning.settings import (
     ActivationMemory,
     LossMemory,
     MemorySettings,
+    PlanSettings,
     derive_plan_settings,
 )
 from vcore_ds.training.start_checks import check_memory, find_available_memory
@@ -251,6 +264,8 @@ def test_memory_that_is_free_keeps_activations() -> None:
     on_cpu = choose(2**50, replace(FULL, on_gpu=False))
     assert on_cpu == replace(everything, loss=DEFAULT_LOSS_MEMORY)
     assert on_cpu.recomputed_share == 0 and choose(2**50, recomputes_all=True).recomputed_share == 1
+    in_fp32 = choose(2**50, replace(FULL, number_bytes=4))
+    assert in_fp32 == replace(everything, loss=LossMemory(2**31))  # whose gradients take as much as its logits
 
 
 NUM_TOKENS = 96
@@ -324,6 +339,10 @@ def test_a_layer_keeps_what_autograd_saves(
     assert backward[True] - backward[False] == saved[False] - (saved[True] if layer != "four norms" else 0)
 
 
+MUON = ["optimizer.name=muon"]
+IN_FP32 = ["model.precision=fp32", "engine.deepspeed_config=ds_configs/zero3_fp32.json"]
+
+
 def plan_recipe_memory(num_ranks: int, *overrides: str, on_gpu: bool = True) -> MemoryPlan:
     settings = derive_plan_settings(load_recipe(RECIPE, [*overrides]))
     plan = plan_batch(settings, num_ranks, QWEN3_32B)
@@ -363,6 +382,49 @@ def test_memory_settings_follow_the_recipe(monkeypatch: pytest.MonkeyPatch) -> N
     several = ("utility.fused=false", "utility.micro_batch_size_per_rank=6")
     padded = plan_recipe_memory(16, *rows, *several).settings
     assert (padded.main_tokens, padded.utility_tokens) == (2000, 6000)
+    assert plan_recipe_memory(4, f"{file}hierarchical.json").settings.ranks_of_second_copy == 4  # there are no more
+    assert plan_recipe_memory(16, f"{file}offload_optimizer.json").settings.offloads_parameters is False
+    assert plan_recipe_memory(16, "probe.rank=64").settings.probe_rank == 64
+    assert plan_recipe_memory(16, *MUON, "probe.direction=muon").settings.has_muon_direction
+    assert not plan_recipe_memory(16, *MUON, "methods/sft.yaml").settings.has_muon_direction
+    assert plan_recipe_memory(16, *IN_FP32).settings.number_bytes == 4
+
+
+def plan_with_passes(settings: PlanSettings, plan: BatchPlan, **options: Any) -> MemoryPlan:
+    waste = Waste(10, 10, 1.0, 1.0, 0)
+    passes = {"main": Utilization(4, waste, 3000, 1.0), "probe": Utilization(1, waste, 500, 1.0)}
+    memory = plan_memory(settings, plan, deepspeed_config(settings, plan), passes, on_gpu=True, **options)
+    assert memory is not None
+    return memory
+
+
+def test_memory_is_that_of_the_passes_and_of_the_model_itself() -> None:
+    settings = derive_plan_settings(load_recipe(RECIPE))
+    plan = plan_batch(settings, 16, QWEN3_32B)
+    memory = plan_with_passes(settings, plan)
+    assert (memory.settings.main_tokens, memory.settings.probe_tokens, memory.sequence_parallel) == (3000, 500, 4)
+    unknown = plan_with_passes(settings, plan, counts=ParameterCounts(0, 0))
+    assert unknown.estimate == memory.estimate and unknown.counts is None
+    half = plan_with_passes(settings, plan, counts=ParameterCounts(16 * 10**9, 16 * 10**9))
+    assert half.estimate.persistent["parameters"] == 2 * 10**9
+
+
+@pytest.mark.parametrize(("share", "same"), [(0.09, "true"), (0.11, "false")])
+def test_activations_leave_the_room_that_unsharded_gradients_may_take(share: float, same: str) -> None:
+    """With `auto`, up to twice their share of the memory."""
+    needed = estimate_unsharded_gradients(SMALL, FULL, parameter_counts(SMALL))
+    plans = {}
+    for value in ("auto", "true", "false"):
+        words = [f"engine.coalesce_gradient_reduction={value}", "model.gradient_checkpointing=auto"]
+        words.append("methods/sft.yaml")  # whose peak is that of a layer's backward
+        settings = derive_plan_settings(load_recipe(RECIPE, words))
+        plan = plan_batch(settings, 16, replace(SMALL, num_layers=60))
+        deep = parameter_counts(SMALL)
+        options = dict(counts=deep, available=Available(int(needed / share), 2**50))
+        plans[value] = plan_with_passes(settings, plan, **options)
+    kept = {value: memory.settings.activations.num_kept for value, memory in plans.items()}
+    assert 0 < kept["true"] < kept["false"] and kept["auto"] == kept[same]
+    assert not plans["auto"].settings.coalesces_gradients and plans["true"].settings.coalesces_gradients
 
 
 def test_ranks_without_gpus_have_one_memory() -> None:
@@ -394,6 +456,8 @@ def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:
         (8, ["parts/layers/tensor8.yaml"], ["16 ranks"]),
         (8, ["batch.pack_tokens_per_rank=131072", "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"],
          ["batch.pack_tokens_per_rank=65536"]),
+        (8, ["engine.deepspeed_config=ds_configs/zero3_bf16_hierarchical.json", "model.activation_offload=true"], []),
+        (8, ["batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=4"], []),
     ],
 )  # fmt: skip
 def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str], fitting: list[str]) -> None:
@@ -401,11 +465,57 @@ def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str
     assert not H100.holds(memory.estimate)
     changes = memory.find_memory_changes(H100)
     assert set(fitting) <= {words for words, estimate in changes.items() if H100.holds(estimate)}
+    assert set(changes).isdisjoint(overrides)
     for words, estimate in changes.items():
-        if words.endswith(" ranks"):  # the estimate is that of a run on them
+        if "sequence_parallel" in words:
+            halves = [round(n / 2) for n in (memory.settings.main_tokens, memory.settings.probe_tokens)]
+            half = replace(memory.settings, main_tokens=halves[0], probe_tokens=halves[1])
+            assert words == "batch.sequence_parallel=2 probe.sequence_parallel=2"
+            assert estimate == estimate_memory(QWEN3_32B, half)
+        elif words.endswith(" ranks"):  # the estimate is that of a run on them
             assert estimate == plan_recipe_memory(int(words.split()[0]), *overrides).estimate
         elif "pack_tokens" not in words:
             assert estimate == plan_recipe_memory(num_ranks, *overrides, *words.split()).estimate
+
+
+def test_remedies_end_where_none_would_help() -> None:
+    packed = plan_recipe_memory(8)
+    assert "batch.pack_tokens_per_rank=8192" in packed.find_memory_changes(H100)  # the longest on several ranks
+    alone = plan_recipe_memory(8, "batch.sequence_parallel=1", "probe.sequence_parallel=1")
+    short = plan_recipe_memory(8, "batch.pack_tokens_per_rank=2046", "data.cutoff_length=1024")
+    for memory in (alone, short):  # it would fit no rank, or be shorter than passes are worth
+        assert not any("pack_tokens" in words for words in memory.find_memory_changes(H100))
+    assert not any("deepspeed" in words for words in plan_recipe_memory(8, *IN_FP32).find_memory_changes(H100))
+    sft = plan_recipe_memory(
+        8, "methods/sft.yaml", "batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=1"
+    )
+    assert "batch.sequence_parallel=2" in sft.find_memory_changes(H100)
+    on_most = replace(packed, settings=replace(packed.settings, num_ranks=1024)).estimate.peak_bytes
+    ranks = [[w for w in packed.find_memory_changes(Available(n, 0)) if " ranks" in w] for n in (on_most, on_most - 1)]
+    assert ranks == [["1024 ranks"], []]
+
+
+def test_words_on_memory_that_is_tight_or_was_exhausted() -> None:
+    memory = plan_recipe_memory(16)
+    estimate = memory.estimate
+    tight = describe_tightness(memory, Available(estimate.peak_bytes, 2**50)).splitlines()
+    assert any(line.startswith("  32 ranks: ") for line in tight) and not any("  16 ranks" in line for line in tight)
+    assert not any("not enough" in line for line in tight)  # each takes less than what suffices without a margin
+    exhausted = describe_exhaustion(memory, is_cpu=False)
+    assert "  32 ranks: " in exhausted and "(no recipe setting)" not in exhausted
+    offloaded = plan_recipe_memory(16, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json")
+    on_cpu = describe_exhaustion(offloaded, is_cpu=True)
+    assert "  32 ranks: " in on_cpu and "deepspeed_config" not in on_cpu
+    room = Available(estimate.peak_bytes, 0, is_cpu=True)
+    assert find_shortage(estimate, room) == ("host memory", 0, estimate.host_bytes)
+    needed = offloaded.estimate.peak_bytes + offloaded.estimate.host_bytes
+    room = Available(needed - 1, 0, is_cpu=True)
+    assert find_shortage(offloaded.estimate, room) == ("host memory", needed - 1, needed)
+    kept = [ActivationMemory(64, number, attention) for number, attention in ((64, True), (24, True), (24, False))]
+    words = [describe_recomputation(replace(FULL, activations=activations)) for activations in kept]
+    assert "none" in words[0] and "40 of 64 layers recomputed from the output" in words[1]
+    assert words[2].endswith("40 of 64 layers recomputed")
+    assert describe_recomputation(replace(FULL, is_checkpointed=False)) == ""
 
 
 def test_the_message_names_bytes_and_remedies() -> None:

@@ -5,7 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     BambaConfig,
     DeepseekV32Config,
     FalconConfig,
@@ -24,9 +27,12 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vcore_ds.models.description import read_model
-from vcore_ds.planning.known_models import QWEN3_32B, read_shape
+from vcore_ds.models.pointwise import _has_same_code as has_same_code
+from vcore_ds.planning.known_models import QWEN3_32B, parse_shape, read_shape
 
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
 LONGROPE = dict(
@@ -107,6 +113,62 @@ def test_config_json_alone_shows_layers_that_carry_a_state(config: PretrainedCon
     config.save_pretrained(tmp_path)
     shape = read_shape(str(tmp_path))
     assert shape is not None and shape.unpackable is not None and " not all attention" in shape.unpackable
+
+
+_SIZES = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
+
+
+@pytest.mark.parametrize(
+    "fields, unpackable",
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"], "conv_kernel": 4}, None),  # the list says it
+        ({"layers_block_type": ["moe", "dense"]}, None),
+        ({"block_types": ["sparse", "mlp"]}, None),
+        ({"layers_block_type": ["attention", "mamba"]}, "whose layers (attention, mamba) are not all attention"),
+        ({"block_types": ["conv"]}, "whose layers (conv) are not all attention"),
+        ({"layer_types": [], "ssm_state_size": 8}, "whose layers are not all attention (it has ssm_state_size)"),
+        ({"conv_kernel": 4}, "whose layers are not all attention (it has conv_kernel)"),
+        ({"conv1d_width": 4}, "whose layers are not all attention (it has conv1d_width)"),
+        ({"mamba_d_conv": None, "ssm_cfg": {}}, None),
+        ({"index_topk": 64}, "whose attention selects keys by their place in the pack"),
+        ({"index_topk": 0}, None),
+    ],
+)
+def test_config_json_says_what_cannot_be_packed(fields: dict[str, object], unpackable: str | None) -> None:
+    shape = parse_shape(_SIZES | fields)
+    assert shape is not None and shape.unpackable == shape.no_sequence_parallelism == unpackable
+
+
+@pytest.mark.parametrize(
+    "fields, rope, limit",
+    [
+        # Before transformers 5, and by kind of layer.
+        ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 512}, "dynamic", 512),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64}, "longrope", 64),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic", 0),  # it does not say
+        ({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 512}, "default", None),
+    ],
+)
+def test_rotary_embeddings_are_read_in_every_form(fields: dict[str, object], rope: str, limit: int | None) -> None:
+    shape = parse_shape(_SIZES | fields)
+    assert shape is not None and (shape.rope, shape.rope_limit) == (rope, limit)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "qwen3", "olmo2", "olmo3", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "gpt2", "gpt_neox"],
+)
+def test_the_norms_of_a_type_are_those_of_its_code(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    shape = parse_shape(config.to_dict())
+    assert shape is not None
+    norms = [module for module in layer.children() if "Norm" in type(module).__name__]
+    assert shape.has_llama_norms == all(has_same_code(type(m).forward, LlamaRMSNorm.forward) for m in norms)
+    assert shape.norms_per_layer == len(norms)
+    assert shape.normalizes_heads == any(name.endswith("q_norm") for name, _ in layer.named_modules())
 
 
 def test_a_rotary_embedding_that_depends_on_the_largest_position_limits_packing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, QWEN3_32B, parse_shape, read_shape
 from vcore_ds.planning.memory import estimate_memory
-from vcore_ds.planning.model_shape import Experts, is_moe, read_experts
+from vcore_ds.planning.model_shape import Experts, ModelShape, is_moe, read_experts
 from vcore_ds.planning.passes import TimeModel, active_parameters, linear_flops_per_token, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
 
@@ -118,6 +118,17 @@ _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
         (dict(num_experts=16, num_experts_per_tok=2, intermediate_size=32, expert_layer_period=2,
               expert_layer_offset=1), Experts(6, 16, 2, 32)),
         ({"num_experts": [4, 8], "moe_topk": [2, 2], "moe_intermediate_size": 16}, Experts(12, 8, 2, 16)),
+        (_EXPERTS | {"num_dense_layers": 2}, Experts(10, 8, 2, 16)),
+        (_EXPERTS | {"interleave_moe_layer_step": 5}, Experts(2, 8, 2, 16)),  # the fifth layer and the tenth
+        (_EXPERTS | {"moe_layer_interval": 7}, Experts(1, 8, 2, 16)),
+        (_EXPERTS | {"expert_layer_period": 5, "expert_layer_offset": 3}, Experts(2, 8, 2, 16)),
+        (_EXPERTS | {"expert_layer_period": 5}, Experts(3, 8, 2, 16)),
+        (_EXPERTS | {"mlp_layer_types": ["dense"] * 3}, Experts(12, 8, 2, 16)),  # of another number of layers
+        (_EXPERTS | {"num_experts_per_tok": 9}, Experts(12, 8, 8, 16)),
+        # Zero, a boolean and a number that cannot be meant are none.
+        ({"num_experts": 4, "moe_intermediate_size": 0, "intermediate_size": 32}, Experts(12, 4, 1, 32)),
+        ({"num_experts": 4, "moe_intermediate_size": True, "intermediate_size": 32}, Experts(12, 4, 1, 32)),
+        ({"num_experts": 4, "moe_intermediate_size": 2**31, "intermediate_size": 32}, Experts(12, 4, 1, 32)),
         ({"num_experts": "many", "intermediate_size": 32}, None),
         ({"intermediate_size": 32}, None),
         ({"num_local_experts": 0, "intermediate_size": 32}, None),  # Granite 4 without experts
@@ -129,6 +140,21 @@ _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 def test_experts_are_read_from_configurations(config: dict[str, Any], expected: Experts | None) -> None:
     assert read_experts(config, 12) == expected
     assert is_moe(config) == (expected is not None)
+
+
+def test_a_tensor_parallel_shard_has_a_part_of_each_expert() -> None:
+    moe = KNOWN_MODELS["GLM-4.5"]
+    assert moe.experts is not None and moe.experts.shared_width > 0
+    part, rows = moe.take_tensor_shard(4), list_rows(moe)
+    assert part.experts == replace(
+        moe.experts, width=moe.experts.width // 4, shared_width=moe.experts.shared_width // 4
+    )
+    assert list_rows(part) == [rows[0] // 4, rows[1] // 4, *(size // 4 for size in rows[2:])]
+    assert moe.take_tensor_shard(16).num_kv_heads == 1  # of eight, which two ranks each share
+
+
+def list_rows(shape: ModelShape) -> list[int]:
+    return [rows for _, rows, _ in shape.list_hidden_matrices()]
 
 
 def test_time_counts_active_parameters_and_memory_all_of_them() -> None:

@@ -339,6 +339,9 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
     assert units * once / 1e9 == pytest.approx(57.3, abs=0.1)
 
 
+OTHER_GPUS = {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GH200 480GB": 989e12}  # dense bf16
+
+
 @pytest.mark.parametrize(
     "name, known",
     [
@@ -353,14 +356,14 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
         ("rtx-pro-6000", "RTX PRO 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA L40S", None),
+        *((name, None) for name in OTHER_GPUS),
         ("x86_64", None),
     ],
 )
 def test_gpus_are_recognized_by_name(name: str, known: str | None) -> None:
     gpu = find_gpu(name)
     assert (gpu.name if gpu is not None else None) == known
-    assert peak_flops(name) == (gpu.flops if gpu is not None else {"NVIDIA L40S": 362e12}.get(name))
+    assert peak_flops(name) == (gpu.flops if gpu is not None else OTHER_GPUS.get(name))
 
 
 def test_runs_and_plans_assume_the_same_h100() -> None:
@@ -373,6 +376,11 @@ def test_a_cluster_describes_its_gpus_and_nodes() -> None:
     assert Cluster(GPUS["B200"], 32).describe() == "32 B200 (4 nodes of 8)"
     small = Cluster(GPUS["A100"], 2)
     assert (small.describe(), small.num_nodes, small.ranks_per_node) == ("2 A100", 1, 2)
+    assert small.host_bytes == 2**40 and Cluster(GPUS["A100"], 12).host_bytes == 2**38  # of 2 TiB in a node
+    assert Cluster(GPUS["A100"], 12).describe() == "12 A100 (2 nodes of 8)"
+    # Rings of NCCL: a start, and a step to each other rank, one of them between the nodes.
+    seconds = [small.ring_seconds(*ranks) for ranks in ((1, 1), (2, 8), (16, 8))]
+    assert seconds == pytest.approx([0, 14e-6 + 1.9e-6, 14e-6 + 14 * 1.9e-6 + 4e-6])
 
 
 def test_plans_of_other_trainers_match_their_published_speeds() -> None:
