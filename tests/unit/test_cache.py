@@ -120,6 +120,9 @@ def test_columns_of_other_names_are_mapped(prepare: Prepared, tmp_path: Path) ->
         prepare(path, columns={**columns, "completion": "answer"})
 
 
+LAST = {"supervise": "last"}
+
+
 def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, tmp_path: Path) -> None:
     rows = [make_row("q", f"{i:04d}" + "x" * 4000) for i in range(600)]
     path = write_lines(tmp_path / "train.jsonl", rows)
@@ -139,7 +142,10 @@ def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, 
     changed, _ = prepare(path, cutoff_length=5000)
     assert changed != first and decode_learned(changed)[300].startswith("9999")
     write_lines(path, [make_row("q", "short")])
-    assert prepare(path, cutoff_length=60)[0] != prepare(path, cutoff_length=50)[0]
+    folders = [prepare(path, cutoff_length=60, **settings)[0] for settings in ({}, LAST, {"overlong": "truncate"})]
+    assert len({prepare(path, cutoff_length=50)[0], *folders}) == 4
+    with pytest.raises(UserError, match="no chat template"):
+        find_or_make_store(str(path), make_tokenizer(None), DataConfig(train_path=str(path)))
 
 
 def test_processes_that_need_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from launch_scripts import quickstart_data
@@ -49,6 +50,10 @@ def test_assistant_turns_and_their_end_are_supervised(trim_offsets: bool) -> Non
         make_talk("q:\n", answers[0], "and?", answers[1], system="be brief"), tokenize=False
     )
     assert tokenizer.decode(sequence.input_ids) == text
+    # A tokenizer that begins every text with a token adds none: the template has written what is to be there.
+    begin = [("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=begin)
+    assert tokenize([make_talk("q", "a")], tokenizer)[0].input_ids[0] != begin[0][1] == tokenizer("q").input_ids[0]
 
 
 def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
@@ -213,12 +218,16 @@ def test_a_pack_by_hand() -> None:
     assert batch.kept_targets().tolist() == [False, True, True, True, False]
     assert batch.num_kept_tokens().tolist() == [1, 1, 1]
     assert [prompt.tolist() for prompt in batch.prompts()] == [[11], [21], [31, 32]]
-    tokens = batch.tokens(torch.zeros(5))
+    tokens = batch.tokens(torch.zeros(5, requires_grad=True))
+    assert not tokens.losses.requires_grad and tokens.kept.tolist() == batch.kept_targets().tolist()
     assert tokens.loss_weights.tolist() == [12 / 8, 13 / 8, 22 / 8, 33 / 8, 34 / 8]
 
     alone = collate([third], pad_token_id=99)
     assert alone.segments is None and alone.token_sequence_ids().tolist() == [[4] * 8]
     assert alone.sequence_lengths() == [[8]] and alone.position_ids().tolist() == [list(range(8))]
+    shared, idle = collate([third], 99, sequence_parallel=2), idle_batch(99, sequence_parallel=2)
+    assert shared.labels.shape == idle.labels.shape == (1, 16)  # 8 columns of each rank
+    assert merge_batches([shared, idle]).sequence_parallel == 2 and idle.num_supervised_tokens().tolist() == [0]
     idle = idle_batch(99)
     assert not idle.is_token().any() and idle.num_sequences == 1 and idle.token_sequence_ids().eq(-1).all()
 

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,19 +21,9 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout
 from vcore_ds.planning import fit
 from vcore_ds.planning.batch_layout import Utilization, Waste
-from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
+from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import (
-    Available,
-    MemoryPlan,
-    choose_activations,
-    describe_exhaustion,
-    describe_recomputation,
-    describe_shortage,
-    describe_tightness,
-    find_shortage,
-    plan_memory,
-)
+from vcore_ds.planning.fit import Available, MemoryPlan, choose_activations, describe_shortage, plan_memory
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B, parse_shape
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
@@ -44,7 +33,6 @@ from vcore_ds.planning.settings import (
     ActivationMemory,
     LossMemory,
     MemorySettings,
-    PlanSettings,
     derive_plan_settings,
 )
 from vcore_ds.training.start_checks import check_memory, find_available_memory
@@ -390,41 +378,17 @@ def test_memory_settings_follow_the_recipe(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan_recipe_memory(16, *IN_FP32).settings.number_bytes == 4
 
 
-def plan_with_passes(settings: PlanSettings, plan: BatchPlan, **options: Any) -> MemoryPlan:
-    waste = Waste(10, 10, 1.0, 1.0, 0)
-    passes = {"main": Utilization(4, waste, 3000, 1.0), "probe": Utilization(1, waste, 500, 1.0)}
-    memory = plan_memory(settings, plan, deepspeed_config(settings, plan), passes, on_gpu=True, **options)
-    assert memory is not None
-    return memory
-
-
 def test_memory_is_that_of_the_passes_and_of_the_model_itself() -> None:
     settings = derive_plan_settings(load_recipe(RECIPE))
-    plan = plan_batch(settings, 16, QWEN3_32B)
-    memory = plan_with_passes(settings, plan)
+    plan, waste = plan_batch(settings, 16, QWEN3_32B), Waste(10, 10, 1.0, 1.0, 0)
+    passes = {"main": Utilization(4, waste, 3000, 1.0), "probe": Utilization(1, waste, 500, 1.0)}
+    given = settings, plan, deepspeed_config(settings, plan), passes
+    counts = [ParameterCounts(n, n) for n in (0, 16 * 10**9)]
+    memory, unknown, half = (plan_memory(*given, one, on_gpu=True) for one in (None, *counts))
+    assert memory is not None and unknown is not None and half is not None
     assert (memory.settings.main_tokens, memory.settings.probe_tokens, memory.sequence_parallel) == (3000, 500, 4)
-    unknown = plan_with_passes(settings, plan, counts=ParameterCounts(0, 0))
     assert unknown.estimate == memory.estimate and unknown.counts is None
-    half = plan_with_passes(settings, plan, counts=ParameterCounts(16 * 10**9, 16 * 10**9))
     assert half.estimate.persistent["parameters"] == 2 * 10**9
-
-
-@pytest.mark.parametrize(("share", "same"), [(0.09, "true"), (0.11, "false")])
-def test_activations_leave_the_room_that_unsharded_gradients_may_take(share: float, same: str) -> None:
-    """With `auto`, up to twice their share of the memory."""
-    needed = estimate_unsharded_gradients(SMALL, FULL, parameter_counts(SMALL))
-    plans = {}
-    for value in ("auto", "true", "false"):
-        words = [f"engine.coalesce_gradient_reduction={value}", "model.gradient_checkpointing=auto"]
-        words.append("methods/sft.yaml")  # whose peak is that of a layer's backward
-        settings = derive_plan_settings(load_recipe(RECIPE, words))
-        plan = plan_batch(settings, 16, replace(SMALL, num_layers=60))
-        deep = parameter_counts(SMALL)
-        options = dict(counts=deep, available=Available(int(needed / share), 2**50))
-        plans[value] = plan_with_passes(settings, plan, **options)
-    kept = {value: memory.settings.activations.num_kept for value, memory in plans.items()}
-    assert 0 < kept["true"] < kept["false"] and kept["auto"] == kept[same]
-    assert not plans["auto"].settings.coalesces_gradients and plans["true"].settings.coalesces_gradients
 
 
 def test_ranks_without_gpus_have_one_memory() -> None:
@@ -498,24 +462,19 @@ def test_remedies_end_where_none_would_help() -> None:
 def test_words_on_memory_that_is_tight_or_was_exhausted() -> None:
     memory = plan_recipe_memory(16)
     estimate = memory.estimate
-    tight = describe_tightness(memory, Available(estimate.peak_bytes, 2**50)).splitlines()
+    tight = fit.describe_tightness(memory, Available(estimate.peak_bytes, 2**50)).splitlines()
     assert any(line.startswith("  32 ranks: ") for line in tight) and not any("  16 ranks" in line for line in tight)
     assert not any("not enough" in line for line in tight)  # each takes less than what suffices without a margin
-    exhausted = describe_exhaustion(memory, is_cpu=False)
+    exhausted = fit.describe_exhaustion(memory, is_cpu=False)
     assert "  32 ranks: " in exhausted and "(no recipe setting)" not in exhausted
     offloaded = plan_recipe_memory(16, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json")
-    on_cpu = describe_exhaustion(offloaded, is_cpu=True)
+    on_cpu = fit.describe_exhaustion(offloaded, is_cpu=True)
     assert "  32 ranks: " in on_cpu and "deepspeed_config" not in on_cpu
     room = Available(estimate.peak_bytes, 0, is_cpu=True)
-    assert find_shortage(estimate, room) == ("host memory", 0, estimate.host_bytes)
+    assert fit.find_shortage(estimate, room) == ("host memory", 0, estimate.host_bytes)
     needed = offloaded.estimate.peak_bytes + offloaded.estimate.host_bytes
     room = Available(needed - 1, 0, is_cpu=True)
-    assert find_shortage(offloaded.estimate, room) == ("host memory", needed - 1, needed)
-    kept = [ActivationMemory(64, number, attention) for number, attention in ((64, True), (24, True), (24, False))]
-    words = [describe_recomputation(replace(FULL, activations=activations)) for activations in kept]
-    assert "none" in words[0] and "40 of 64 layers recomputed from the output" in words[1]
-    assert words[2].endswith("40 of 64 layers recomputed")
-    assert describe_recomputation(replace(FULL, is_checkpointed=False)) == ""
+    assert fit.find_shortage(offloaded.estimate, room) == ("host memory", needed - 1, needed)
 
 
 def test_the_message_names_bytes_and_remedies() -> None:

@@ -86,6 +86,13 @@ def test_parquet_and_lists_are_read_and_a_copy_of_a_hub_data_set_by_its_split(tm
     assert read_values(tmp_path, "cot") == list(range(10))
     assert read_values(f"{tmp_path}/**/*.json*", "cot") == [20, 21, 22]
     assert len(find_files([str(tmp_path)], "train")) == 3  # no file of that name: all of them
+    assert len(find_files([f"{tmp_path}/**/**/*-?.*"], "train")) == 3  # each once, for all ways to it
+    (data / "tir-0.json").write_bytes(b"\xef\xbb\xbf" + (data / "tir-0.json").read_bytes())
+    assert read_values(data / "tir-0.json") == [20, 21]
+    table = pa.table({"n": [5, 6]})
+    with pa.ipc.new_file(data / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    assert read_values(data / "file.arrow") == [5, 6]
 
 
 def test_csv_cells_stay_text_and_a_short_row_lacks_its_last_cells(tmp_path: Path) -> None:
@@ -97,6 +104,11 @@ def test_csv_cells_stay_text_and_a_short_row_lacks_its_last_cells(tmp_path: Path
         {"prompt": "NA", "completion": ""},
         {"prompt": "q", "completion": None},
     ]
+    path.write_text("\ufeffn\n" + "7" * 200_000)  # as spreadsheets write it; a cell beyond the limit of `csv`
+    assert read_values(path) == ["7" * 200_000]
+    path.write_text('n\n"a"b')
+    with pytest.raises(UserError, match="not readable to its end as .csv"):
+        read_values(path)
 
 
 def test_folders_by_save_to_disk_are_read_by_split(tmp_path: Path) -> None:

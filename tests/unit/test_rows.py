@@ -132,6 +132,7 @@ THOUGHT = {**ANSWER, "reasoning_content": "t"}
             {"messages": [QUESTION, {**ANSWER, "train_detail": []}]},
             "message 2: `train_detail` leaves out parts of a turn",
         ),
+        ({"messages": [QUESTION, {**ANSWER, "training_detail": []}]}, "message 2: `training_detail` leaves out"),
         ({"messages": [QUESTION, ANSWER], "loss_mask": [0, 0]}, "column `loss_mask` is a list"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 1, "loss": False}]}, "`weight` and `loss` contradict each other"),
         ({"messages": [{**QUESTION, "train": True}, ANSWER]}, "`train` asks to learn a turn of the user"),
@@ -159,6 +160,8 @@ ONE_FORM: dict[str, dict[str, Any]] = {
     "reasoning": {"messages": [QUESTION, {**ANSWER, "reasoning": "t"}]},
     "thinking, with tags": {"messages": [QUESTION, {**ANSWER, "thinking": "<think>\nt\n</think>\n"}]},
     "twice the same": {"messages": [QUESTION, {**THOUGHT, "thinking": "t", "content": TAGGED}]},
+    "twice, up to white space": {"messages": [QUESTION, {**THOUGHT, "thinking": "t\n"}]},
+    "empty system message": {"system": " ", "messages": [QUESTION, THOUGHT]},
     "empty key beside tags": {"messages": [QUESTION, {**ANSWER, "reasoning": "", "content": TAGGED}]},
     **{
         f"parts of {type(part).__name__}": {
@@ -200,6 +203,13 @@ ONE_FORM: dict[str, dict[str, Any]] = {
 def test_thinking_of_every_source_has_one_form(row: dict[str, Any]) -> None:
     chat = read_chat_row(row)
     assert chat.messages == [QUESTION, THOUGHT] and not chat.unknown and not chat.unknown_keys
+
+
+def test_summaries_of_thinking_are_paragraphs() -> None:
+    summaries = [{"type": "summary_text", "text": text} for text in ("t", "u")]
+    part = {"type": "reasoning", "summary": summaries, "encrypted_content": None}
+    row = {"messages": [QUESTION, {**ANSWER, "content": [part, TEXT_PART]}]}
+    assert read_chat_row(row).messages[1]["reasoning_content"] == "t\n\nu" and read_chat_row(row).unknown == []
 
 
 def test_variables_of_a_row_reach_its_template() -> None:
@@ -260,6 +270,8 @@ def test_generated_texts_are_turns_of_the_next_prompt() -> None:
 def test_turns_that_are_not_learned_may_be_incomplete_and_answers_may_name_the_marker() -> None:
     cut = {**ANSWER, "content": "<think>t"}
     assert read_answers({**cut, "weight": 0}, QUESTION, ANSWER)[0] == cut
+    empty = {**ANSWER, "content": " "}
+    assert read_answers({**empty, "weight": 0}, QUESTION, ANSWER)[0] == empty
     naming = {**THOUGHT, "content": "Begin with <think>."}
     assert read_answers(naming) == [naming]
 
@@ -272,6 +284,8 @@ def test_turns_of_a_prompt_are_context_as_in_trl() -> None:
     chat = read_chat_row(row)
     assert [message["content"] for message in chat.messages] == ["q", "a", "q", "b"]
     assert chat.context_turns == [1]
+    row["prompt"] = [QUESTION, {**ANSWER, "weight": 1}, QUESTION]  # which the row wants to learn
+    assert read_chat_row(row).context_turns == []
 
 
 @pytest.mark.parametrize("key", ["weight", "loss", "loss_mask", "loss_scale", "train", "training", "trainable"])

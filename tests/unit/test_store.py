@@ -15,7 +15,7 @@ from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
 from vcore_ds.data.dataset import keep_random_tokens
-from vcore_ds.data.store import TokenStore, check_contents, describe_tokenizer, write_store
+from vcore_ds.data.store import TokenStore, check_contents, check_supervision, describe_tokenizer, write_store
 from vcore_ds.data.tokenization import TokenizedSequence
 
 
@@ -76,6 +76,8 @@ def test_megatron_core_itself_reads_the_tokens(store: Path) -> None:
 
     dataset = IndexedDataset(str(store / "tokens"))
     assert [sequence.tolist() for sequence in dataset[0:7]] == [s.input_ids.tolist() for s in make_sequences()]
+    marks = IndexedDataset(str(store / "marks"))[0:7]
+    assert [one.tolist() for one in marks] == [(s.supervised + 2 * s.in_answer).tolist() for s in make_sequences()]
 
 
 def test_the_digest_covers_tokens_and_supervision(store: Path, tmp_path: Path) -> None:
@@ -147,6 +149,9 @@ BROKEN = {
     ),
     "empty sequence": (lambda s: overwrite(s / "tokens.idx", 34, SHORT), ": damaged, or of different stores"),
     "longer sequence": (lambda s: overwrite(s / "tokens.idx", 34, LONG), ": damaged, or of different stores"),
+    "another longest": (lambda s: change_manifest(s, max_length=30), ": damaged, or of different stores: found max_"),
+    "another number of targets": (lambda s: change_manifest(s, num_supervised_tokens=3), ": damaged, or of different"),
+    "fewer ids": (lambda s: np.save(s / "sequence_id.npy", np.arange(6)), ": damaged, or of different stores: found"),
     "other sums": (lambda s: change_manifest(s, num_tokens=7, num_supervised_tokens=3), ": damaged, or of different"),
 }
 
@@ -296,8 +301,14 @@ def test_a_store_is_read_and_written_without_megatron_core(store: Path, tmp_path
 
 def test_malformed_rows_are_in_the_counts(tmp_path: Path) -> None:
     counts = {"rows": 10, "malformed": 2, "dropped": {"a rule": 1}}
+    write_store(tmp_path / "of two", make_sequences(), make_tokenizer(), first_rows=[("a", 0), ("b", 10)])
+    names, numbers = TokenStore(tmp_path / "of two").origins()
+    assert "".join(names) == "aaabbbb" and numbers.tolist() == [1, 4, 7, 0, 3, 6, 9]
     write_store(tmp_path / "store", make_sequences(), make_tokenizer(), counts=counts)
     store = TokenStore(tmp_path / "store")
+    assert store.origins()[0] == [str(tmp_path / "store")] * 7
+    assert store.origins()[1].tolist() == store.sequence_ids.tolist() == [1, 4, 7, 10, 13, 16, 19]
+    check_supervision(tmp_path / "store", "last")  # of other than conversations there is one turn
     num_rows, dropped = store.count_dropped_rows()
     assert num_rows == len(store) + sum(dropped.values()) == 10
     assert dropped == {"malformed": 2, "a rule": 1} and "\n1 dropped: a rule" in store.describe()

@@ -89,6 +89,12 @@ def test_every_token_has_its_utility(scores: Path, store: TokenStore, utilities:
         assert row["utilities.good"] == pytest.approx(exact, rel=2**-12)
 
 
+def test_row_groups_end_where_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores_folder, "ROW_GROUP_TOKENS", 10)
+    parts = [list(rows) for rows in scores_folder.split_rows(np.array([4, 6, 9, 1, 30, 2]))]
+    assert parts == [[0, 1], [2, 3], [4], [5]]
+
+
 def test_a_value_keeps_twelve_significant_bits() -> None:
     values = np.random.default_rng(1).normal(size=10_000).astype(np.float32) * np.float32(10) ** np.arange(
         -8, 8, 0.0016
@@ -146,10 +152,10 @@ def test_weights_reach_a_batch_and_the_step(weights: Path, store: TokenStore) ->
     dataset = ChangedDataset(store, stored.add_to, stored.digest)
     assert dataset.digest != store.digest
     rows = pq.read_table(weights).to_pylist()
-    batch = pack([[dataset[3], dataset[7]], [dataset[1]]], 0)
+    batch = pack([[dataset[3], dataset[45]], [dataset[1]]], 0)  # of several row groups
     tokens = batch.tokens(torch.zeros(int((batch.labels != IGNORED_LABEL).sum())))
     expected = [[w for w, label in zip(rows[i]["loss_weights"], rows[i]["labels"], strict=True) if label != -100]
-                for i in (3, 7, 1)]  # fmt: skip
+                for i in (3, 45, 1)]  # fmt: skip
     step_weights = token_weights(MethodConfig(name="stored"), tokens).weights
     assert step_weights.tolist() == pytest.approx([w / len(part) for part in expected for w in part], rel=1e-6)
 
@@ -179,6 +185,10 @@ def replace_weight(value: float | None) -> Change:
     return change
 
 
+def move_a_row(table: pa.Table) -> pa.Table:
+    return table.set_column(0, "sequence", pa.array([*range(NUM_SEQUENCES - 1), 10**6]))
+
+
 def drop_a_weight(table: pa.Table) -> pa.Table:
     lists = table.column("loss_weights").to_pylist()
     return table.set_column(3, "loss_weights", pa.array([lists[0][1:], *lists[1:]], pa.list_(pa.float16())))
@@ -200,6 +210,7 @@ def change_manifest_hash(key: str) -> Change:
         (replace_weight(math.inf), "negative, inf or NaN for the trace at position 4"),
         (replace_weight(-0.5), "negative, inf or NaN for the trace at position 4"),
         (replace_weight(None), "found missing values in column loss_weights"),
+        (move_a_row, "found another number of tokens for the trace at position 1000000"),
         (drop_a_weight, "found another number of tokens for the trace at position 0"),
         (change_manifest_hash("tokenizer"), "found weights for another tokenizer"),
         (change_manifest_hash("chat_template"), "found weights for another chat template"),

@@ -227,11 +227,39 @@ def test_calls_in_sharegpt_and_several_calls_of_a_turn_are_read() -> None:
     assert first.startswith("Let me see.\n<tool_call>") and first.count("<tool_call>") == 2
 
 
+def test_calls_without_arguments_and_in_other_forms_are_one() -> None:
+    def read(calls: Any, tools: Any = None) -> list[dict[str, Any]]:
+        turn = {"role": "assistant", "tool_calls": calls, "function_calls": []}
+        row = {"messages": [ASK, turn, FINAL | {"tool_calls": tools}], "tools": tools, "chat_template_kwargs": tools}
+        return read_chat_row(row).messages[1]["tool_calls"]
+
+    for arguments in (None, [], {}, "", " \n", "{}"):
+        function = {"name": "now"} | ({} if arguments is None else {"arguments": arguments})
+        assert read([{"id": "7", **function}]) == [{"id": "7", **make_call("now", {})["tool_calls"][0]}]
+    texts, null = [json.dumps(FUNCTION)], [{"id": None, "function": FUNCTION}]
+    for calls in (json.dumps([FUNCTION]), FUNCTION, texts, null, [{"type": "function", **FUNCTION}]):
+        assert read(calls, " \n") == make_call()["tool_calls"]
+    tools = read_chat_row({"messages": [ASK, FINAL], "tools": [json.dumps(tool) for tool in TOOLS]}).tools
+    assert tools == TOOLS
+
+
+def test_a_turn_of_a_call_belongs_to_the_text_before_it() -> None:
+    """With its thinking, its further keys and its weight."""
+    text, call = FINAL | {"content": "So."}, {"role": "tool_call", "content": json.dumps(FUNCTION), "id": 3}
+    chat = read_chat_row({"messages": [ASK, text, call | THOUGHT | {"weight": 0}, make_result(), FINAL]})
+    assert chat.messages[1] == make_call(content="So.", id=3) | THOUGHT and chat.context_turns == [1]
+    with pytest.raises(Malformed, match="message 3: found different thinking in `text` and `call`"):
+        read_chat_row({"messages": [ASK, text | {"reasoning": "No."}, call | THOUGHT]})
+    thinking = make_call(content=[{"type": "thinking", "thinking": "Look it up."}])
+    assert read_chat_row({"messages": [ASK, thinking]}).messages[1] == make_call() | THOUGHT
+
+
 BARE = {"name": "weather", "parameters": {"type": "object"}}
 LEFT_OUT = {
     "no calls in the template": ("smollm2", CALLED, TOOLS, "the call of message 2 and `tools`"),
     "no tools in the template": ("smollm2", [ASK, FINAL], TOOLS, "leaves out `tools`"),
     "calls alone": ("deepseek_r1_distill", CALLED, None, "the call of message 2"),
+    "a call alone": ("smollm2", [ASK, make_call(content="Let me see.")], None, "the call of message 2"),
     "text beside a call": (
         "llama3_1",
         [ASK, make_call(content="Let me see."), make_result(), FINAL],
@@ -271,6 +299,7 @@ MALFORMED = {
     "no name": ([ASK, make_call(name=None)], None, "message 2: a call is an object"),
     "calls of the user": ([{**make_call(), "role": "user"}, FINAL], None, "found `tool_calls` in a turn of the user"),
     "tools": ([ASK, FINAL], "weather", "`tools` is no JSON (weather)"),
+    "brackets": ([ASK, make_call(arguments="[" * 100_000), FINAL], None, f"{OF_WEATHER} no JSON"),
     "no schema": ([ASK, FINAL], [{"description": "x"}], "tool 1 is an object"),
 }
 

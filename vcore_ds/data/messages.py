@@ -112,7 +112,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     """Return the schemas of `tools` in OpenAI's form, {"type": "function", "function": {"name": ...}}, from a list of
     schemas, each with or without the outer object, as objects or JSON text, or from JSON text of a list. Raises
     Malformed."""
-    tools = _parse_json(tools, "`tools`") if isinstance(tools, str) and tools.strip() else tools or []
+    tools = _parse_text(tools, "`tools`", [])
     if not isinstance(tools, list):
         raise Malformed(f"`tools` is {describe_value(tools)}, expected a list of function schemas.")
     checked = []
@@ -130,7 +130,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
 def check_template_variables(variables: Any) -> dict[str, Any]:
     """Return the variables that a row's `chat_template_kwargs`, an object or its JSON text, give to the chat template.
     Raises Malformed."""
-    variables = _parse_json(variables, "`chat_template_kwargs`") if isinstance(variables, str) else variables or {}
+    variables = _parse_text(variables, "`chat_template_kwargs`", {})
     if not isinstance(variables, dict):
         raise Malformed(f"`chat_template_kwargs` is {describe_value(variables)}, expected an object.")
     return {name: value for name, value in variables.items() if value is not None}
@@ -198,8 +198,7 @@ def _read_weight(message: Message, where: str) -> bool:
 def _read_calls(message: Message, where: str) -> None:
     """Convert `tool_calls`, or OpenAI's older `function_call`; remove the key if there are none."""
     calls = message.pop("tool_calls", None) or message.pop("function_call", None)
-    calls = _parse_json(calls, f"{where}: the call") if isinstance(calls, str) else calls
-    if not calls:
+    if not (calls := _parse_text(calls, f"{where}: the call", [])):
         return
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
@@ -316,6 +315,13 @@ def _join_parts(content: Any) -> Any:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
     return content
+
+
+def _parse_text(value: Any, what: str, nothing: Any) -> Any:
+    """Return a value, from its JSON text if it is a string; `nothing` for an empty one, as of a cell of CSV."""
+    if isinstance(value, str):
+        return _parse_json(value, what) if value.strip() else nothing
+    return value or nothing
 
 
 def _parse_json(text: str, what: str) -> Any:
