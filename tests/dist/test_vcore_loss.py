@@ -1,6 +1,7 @@
 """`vcore_ds.VcoreLoss` on replicas of a model (DDP) and on its shards (DeepSpeed): the step of one process on all
 sequences."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
@@ -27,6 +29,7 @@ DEEPSPEED = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
     "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40},
 }
 
@@ -58,7 +61,10 @@ def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = Fals
     replica: Any = model
     if is_sharded:
         vcore_ds.prepare_zero3(model)
-        replica, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=DEEPSPEED, dist_init_required=False)
+        config = copy.deepcopy(DEEPSPEED)
+        if lora:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        replica, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         deepspeed.utils.unset_z3_leaf_modules(model, [Qwen3DecoderLayer])
         with pytest.raises(vcore_ds.UserError, match="prepare_zero3"):
             vcore(replica, take_rows(0), replica.optimizer)
@@ -72,6 +78,8 @@ def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = Fals
             batch = take_rows(2 * step + part, without_tokens.get(step, ()))
             if is_sharded:
                 before = replica(**take_rows(50)).logits
+                if part == 1:  # a probe while DeepSpeed has the gradient of the first part
+                    vcore_ds.VcoreLoss([take_rows(60)])(replica, batch)
                 loss = vcore(replica, batch, replica.optimizer)
                 assert torch.equal(before, replica(**take_rows(50)).logits)
                 replica.backward(loss)
@@ -97,10 +105,37 @@ def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = Fals
     return results
 
 
+def refuse() -> None:
+    """Engines of DeepSpeed, and a model in FSDP, that have one message."""
+
+    def call(model: Any, optimizer: Any = None) -> None:
+        vcore_ds.VcoreLoss([batch])(model, batch, optimizer)
+
+    rows = tiny.make_batch(2)
+    batch = {"input_ids": rows.input_ids, "labels": rows.labels}
+    for key, value in (("stage", 2), ("offload_param", {"device": "cpu"})):
+        model, config = tiny.qwen3().train(), copy.deepcopy(DEEPSPEED)
+        config["zero_optimization"][key] = value
+        vcore_ds.prepare_zero3(model)
+        replica, *_ = deepspeed.initialize(
+            model=model, optimizer=AdamW(model.parameters()), config=config, dist_init_required=False
+        )
+        with pytest.raises(vcore_ds.UserError, match=f"zero_optimization.{key}"):
+            call(replica, replica.optimizer)
+        if key == "offload_param":
+            replica.optimizer.offload_param, replica.sequence_parallel_size = False, 2
+            with pytest.raises(vcore_ds.UserError, match="sequence parallelism of 2"):
+                call(replica, replica.optimizer)
+        replica.destroy()
+    with pytest.raises(vcore_ds.UserError, match="FSDP"):
+        call(fully_shard(tiny.qwen3().train()))
+
+
 def take_steps_of_rank() -> list[list[Tensor]]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled for minutes
     with patch.object(layout, "_meshes", {}):  # as in another trainer's process group, which this project did not start
         rank = torch.distributed.get_rank()
+        refuse()
         sharded = [take_steps(rank, is_sharded=True, lora=lora) for lora in (False, True)]
         return [take_steps(rank), *sharded]
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +260,12 @@ def find_direction(model: nn.Module, *batches: dict[str, Tensor]) -> None:
     vcore_ds.probe_direction(model, batches or [BATCH])
 
 
+def make_quantized() -> Model:
+    model: Any = make_model("full")
+    model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="bitsandbytes"))
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -296,6 +303,7 @@ def find_direction(model: nn.Module, *batches: dict[str, Tensor]) -> None:
         (lambda: vcore_ds.token_utilities(make_bidirectional(), BATCH, {}), "whose own forward"),
         *((partial(find_direction, change_head(change)), "the output embedding is") for change in HEAD_CHANGES),
         (lambda: find_direction(make_partial()), "forward and reverse mode disagree"),
+        (lambda: find_direction(make_quantized()), "model: found quantized weights .*bitsandbytes"),
         (lambda: find_direction(make_model("full").requires_grad_(False)), "found no parameter that requires"),
     ],
 )

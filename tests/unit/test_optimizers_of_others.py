@@ -4,9 +4,12 @@ copied optimizer's own step in fp64."""
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
@@ -113,6 +116,28 @@ def test_an_optimizer_with_another_update_is_refused_by_name(name: str) -> None:
             vcore_ds.probe_direction(model, BATCHES[:1], optimizer=optimizer)
         if name not in ("another model", "a part"):
             take_step(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
+def test_deepspeeds_adam_has_the_direction_of_torchs(kind: Any) -> None:
+    """Without its compiled step: the moments are torch's."""
+    model = make_model("full")
+    of_torch = AdamW(make_groups(model, lr=2e-3), lr=1e-3)
+    take_step(model, of_torch)
+    with patch.object(OpBuilder, "load"):
+        optimizer = kind(make_groups(model, lr=2e-3), lr=1e-3, weight_decay=0.1)
+    for parameter, state in of_torch.state.items():
+        optimizer.state[parameter] = {**state, "step": int(state["step"])}
+    expected, found = (
+        vcore_ds.probe_direction(model, BATCHES[:1], optimizer=o).gradient for o in (of_torch, optimizer)
+    )
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    optimizer.param_groups[0]["bias_correction"] = False
+    with pytest.raises(vcore_ds.UserError, match=f"optimizer: found {kind.__name__} with bias_correction false"):
+        vcore_ds.probe_direction(model, BATCHES[:1], optimizer=optimizer)
+    optimizer.adam_w_mode = False
+    with pytest.raises(vcore_ds.UserError, match=f"optimizer: found {kind.__name__} with weight_decay 0.1"):
+        vcore_ds.probe_direction(model, BATCHES[:1], optimizer=optimizer)
 
 
 def assert_direction_is_new(vcore: vcore_ds.VcoreLoss, model: Model, optimizer: Optimizer | None) -> None:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 from torch.optim import Adam, Optimizer
 
@@ -34,12 +35,15 @@ def read_adam_steps(
     """Read what the optimizer's upcoming update of each tensor depends on, from its group and its state. Raises
     UserError for an optimizer with another update than that of `adam_direction`."""
     kind = type(optimizer)
-    if inspect.unwrap(kind.step) is not inspect.unwrap(Adam.step):  # PyTorch wraps the function for its profiler
+    has_step_of_adam = inspect.unwrap(kind.step) is inspect.unwrap(Adam.step)  # PyTorch wraps it for its profiler
+    if not (has_step_of_adam or kind in (FusedAdam, DeepSpeedCPUAdam)):
         raise _refuse_optimizer(kind.__name__)
     for group in groups:
-        decay = 0 if group["decoupled_weight_decay"] else group["weight_decay"]
-        options = ("maximize", group["maximize"]), ("amsgrad", group["amsgrad"]), (f"weight_decay {decay}", decay)
-        for name, is_set in options:
+        is_decoupled = group.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False))
+        decay = 0 if is_decoupled else group["weight_decay"]
+        options = {name: group.get(name) for name in ("maximize", "amsgrad")}
+        options |= {f"weight_decay {decay}": decay, "bias_correction false": not group.get("bias_correction", True)}
+        for name, is_set in options.items():
             if is_set:
                 raise _refuse_optimizer(f"{kind.__name__} with {name}")
     rates = [float(group["lr"]) for group in groups]
@@ -57,6 +61,6 @@ def read_adam_steps(
 
 def _refuse_optimizer(found: str) -> UserError:
     return UserError(
-        f"optimizer: found {found}; expected torch's AdamW, or Adam without coupled weight decay, of all trained "
-        "parameters, without amsgrad and maximize; or None, for the gradient itself"
+        f"optimizer: found {found}; expected AdamW of torch or DeepSpeed, or Adam without coupled weight decay, of all "
+        "trained parameters, without amsgrad and maximize; or None, for the gradient itself"
     )

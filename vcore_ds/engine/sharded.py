@@ -95,8 +95,8 @@ class SharedEngine(Engine):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A context after which DeepSpeed is as before: its gradient, counters and flags, and its record of the order
-        of modules, by which it prefetches parameters."""
+        """A context after which DeepSpeed is as before: its gradient, counters and flags. These passes have their own
+        record of the order of modules, by which it prefetches parameters."""
         engine, zero = self.deepspeed, self.optimizer
         module, boundary = engine.module, engine._is_gradient_accumulation_boundary
         fields = {name: getattr(zero, name) for name in ("micro_step_id", "_is_gradient_accumulation_boundary")}
@@ -104,8 +104,10 @@ class SharedEngine(Engine):
         copied = {name: dict(getattr(zero, name)) for name in names if hasattr(zero, name)}
         hooks, offload = dict(vars(zero._backward_hook_state)), zero.parameter_offload
         coordinator = offload.param_coordinator
-        offload.param_coordinator = copy.copy(coordinator)
-        offload.param_coordinator._clear_trace_structures()
+        if (ours := getattr(offload, "_coordinator_of_probes", None)) is None:
+            ours = offload._coordinator_of_probes = copy.copy(coordinator)
+            ours._clear_trace_structures()
+        offload.param_coordinator = ours
         engine.module = self.module
         linear = torch.nn.functional.linear
         torch.nn.functional.linear = torch._C._nn.linear  # not `memory_efficient_linear`, which has no `jvp`
@@ -136,6 +138,8 @@ def shared_engine(
         raise _refuse("zero_optimization.stage", stage, "3, or DDP for a model that fits on one device")
     if trainers.fp16_enabled():
         raise _refuse("fp16", "true", "bf16 or fp32")
+    if zero.offload_param:
+        raise _refuse("zero_optimization.offload_param", "a device", "none (the optimizer may be offloaded)")
     split = next((layer for layer in model.layers if not z3_leaf_module(layer)), None)
     if split is not None:
         raise UserError(
