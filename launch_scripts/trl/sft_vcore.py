@@ -31,8 +31,12 @@ class VcoreTrainer(SFTTrainer):
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.vcore is None:
-            # Every process has its part of the trusted traces.
-            self.vcore = vcore_ds.VcoreLoss(list(self.get_eval_dataloader()), kl_budget=self.kl_budget)
+            # This process's part of the trusted traces; the Trainer's loader would repeat some to fill all batches.
+            traces: Any = self.eval_dataset
+            part = [traces[i] for i in range(self.args.process_index, len(traces), self.args.world_size)]
+            size = self.args.per_device_eval_batch_size
+            batches = [self.data_collator(part[i : i + size]) for i in range(0, len(part), size)]
+            self.vcore = vcore_ds.VcoreLoss(batches, kl_budget=self.kl_budget)
         return self.vcore(model, inputs, self.optimizer)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -114,17 +114,34 @@ def test_sft_with_vcore_takes_the_first_step_of_a_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     expected = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     options = f"--model_name_or_path {tmp_path}/model --train {tmp_path}/train.jsonl --trusted {tmp_path}/trusted.jsonl"
-    options += f" --output_dir {tmp_path}/trl --max_steps 1 --per_device_train_batch_size 6 --logging_steps 1"
-    options += " --report_to none --use_cpu true --bf16 false --dtype float32 --gradient_checkpointing false"
+    options += " --max_steps 1 --logging_steps 1 --report_to none --use_cpu true --bf16 false --dtype float32"
     script = REPOSITORY / "launch_scripts" / "trl" / "sft_vcore.py"
+    options += " --gradient_checkpointing false --per_device_train_batch_size"
+    zero3 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    zero3 |= {"gradient_clipping": "auto"}
+    zero3 |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    (tmp_path / "zero3.json").write_text(json.dumps(zero3))
+    # DeepSpeed would compile its collectives for shared memory for minutes.
+    (tmp_path / "start.py").write_text(
+        "import runpy, deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    launch = "-m accelerate.commands.accelerate_cli launch --use_deepspeed --num_processes 2 --num_machines 1"
+    launch += f" --mixed_precision no --dynamo_backend no --main_process_port 0 {tmp_path}/start.py"
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    trained = subprocess.run(
-        [str(TRL), str(script), *options.split()], capture_output=True, text=True, env=environment, timeout=600
+    commands = (
+        f"{script} {options} 6 --output_dir {tmp_path}/trl",
+        f"{launch} {options} 3 --output_dir {tmp_path}/zero3",
     )
-    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-6000:]
-    step = json.loads((tmp_path / "trl" / "trainer_state.json").read_text())["log_history"][0]
-    values = {"uniform_loss": "loss", "alpha": "alpha", "grad_norm": "grad_norm"}
-    print({ours: (step[ours], expected[theirs]) for ours, theirs in values.items()})
-    for ours, theirs in values.items():
-        assert step[ours] == pytest.approx(expected[theirs], rel=1e-5)
+    for command in (commands[0], f"{commands[1]} --deepspeed {tmp_path}/zero3.json"):
+        trained = subprocess.run(
+            [str(TRL), *command.split()], capture_output=True, text=True, env=environment, timeout=600
+        )
+        assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-6000:]
+    for folder in ("trl", "zero3"):
+        step = json.loads((tmp_path / folder / "trainer_state.json").read_text())["log_history"][0]
+        values = {"uniform_loss": "loss", "alpha": "alpha", "grad_norm": "grad_norm"}
+        print(folder, {ours: (step[ours], expected[theirs]) for ours, theirs in values.items()})
+        for ours, theirs in values.items():
+            assert step[ours] == pytest.approx(expected[theirs], rel=1e-5)
