@@ -168,7 +168,7 @@ def test_damaged_data_is_prepared_or_refused(
     for _ in range(data.draw(st.integers(1, 2))):
         damage_folder(folder, [name], data)
     store, out, errors = folder / "store", io.StringIO(), io.StringIO()
-    words = ["prepare", "chat", str(folder / name), "--tokenizer", str(setup.untied), "--output", str(store)]
+    words = ["prepare", str(folder / name), "--tokenizer", str(setup.untied), "--output", str(store)]
     started = time.process_time()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         code = main([*words, "--processes", "1", "--max-malformed", "0.9"])
@@ -188,7 +188,7 @@ def test_damaged_data_is_prepared_or_refused(
 @pytest.fixture(scope="module")
 def store(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores") / "store"
-    assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(folder)]) == 0
+    assert main(["prepare", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(folder)]) == 0
     return folder
 
 

@@ -203,7 +203,7 @@ def test_prepare_stops_on_a_full_disk_and_resumes_with_more_space(
 ):
     rows = write_conversations(tmp_path / "rows.jsonl", [(f"what is {n}?", f"{n} " * 200) for n in range(2000)])
     line = commands.line("prepare", disk / "store")
-    line[2] = str(rows)
+    line[1] = str(rows)
     message = refusal(line)
     assert message.startswith(f"--output: {disk}/store: cannot be written: No space left on device (")
     assert "bytes free there); expected a folder that can be written, with room for the store: make room" in message
@@ -319,7 +319,7 @@ def test_data_without_permission_is_named(
         data = data.rename(public / "data" / "train.jsonl")
         locked, expected = data.parent, "data, or a token store, that can be read"
     elif what == "store":
-        assert main(["prepare", "chat", str(data), "--tokenizer", str(model), "--output", str(public / "store")]) == 0
+        assert main(["prepare", str(data), "--tokenizer", str(model), "--output", str(public / "store")]) == 0
         data, locked = public / "store", public / "store" / "manifest.json"
         expected = "a token store that can be read"
     else:
