@@ -232,8 +232,6 @@ def encode_traces(
     base64. The bytes are arrays over all tokens, one after the other: index in `texts` and rank in the trace (4 bytes
     each, little-endian), then one byte each: index in the levels of each of `measures`, and flags. `has_one_scale`:
     whether utilities have the same levels in all groups; those of one step can be a hundred times another's."""
-    from scipy.stats import rankdata
-
     number_of: dict[str, int] = {}
     pieces = [texts.read_pieces(trace.tokens) for trace in traces]
     places = np.array([number_of.setdefault(piece, len(number_of)) for trace in pieces for piece in trace])
@@ -276,7 +274,8 @@ def encode_traces(
         ],
     }
     # From 0 for the largest; ties in their order.
-    order = [rankdata(np.where(one.supervised, -one.measures[first], np.inf), "ordinal") - 1 for one in traces]
+    keys = [np.where(one.supervised, -one.measures[first], np.inf) for one in traces]
+    order = [np.argsort(np.argsort(key, kind="stable")) for key in keys]  # scipy.stats takes a second to import
     flags = [_find_flags(trace, texts) for trace in traces]
     arrays = [places.astype("<u4"), np.concatenate(order).astype("<u4"), *codes, *flags]
     packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
