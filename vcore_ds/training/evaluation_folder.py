@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,7 +87,9 @@ def find_evaluations(run: Path, result: Path) -> dict[Path, Evaluation]:
     own = run / RUN_EVALUATION
     found = {own: read_evaluation(own)} if (own / EVALUATION).is_file() else {}
     places = dict.fromkeys([run.resolve().parent, Path.cwd()])
-    paths = [path for place in places for depth in ("*", "*/*") for path in sorted(place.glob(f"{depth}/{EVALUATION}"))]
+    # `glob` passes over folders that vanish or cannot be read, unlike `Path.glob`.
+    patterns = [f"{depth}/{EVALUATION}" for depth in ("*", "*/*")]
+    paths = [place / name for place in places for one in patterns for name in sorted(glob(one, root_dir=place))]
     digest: str | None = None
     for path in dict.fromkeys(paths):
         with suppress(UserError, OSError):  # damaged, or of another version: the run is none the worse
