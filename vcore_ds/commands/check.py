@@ -1,6 +1,7 @@
 """`vcore-ds check`: resolve and validate a recipe without a GPU."""
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import find_lengths, find_tokenizer, with_num_steps
 from vcore_ds.commands.plan.prediction import LengthModel, simulate, summarize_batches
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import Problems, UserError
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
@@ -52,12 +53,17 @@ def main(arguments: argparse.Namespace) -> None:
     does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     settings, warnings = derive_plan_settings(recipe), []
-    try:
-        can_resume(recipe)
-    except FinishedRun as error:
-        warnings.append(f"Warning: {error}")
-    check_output_folder(Path(recipe.run.output_dir))
-    tokenizer = check_model(recipe)
+    problems = Problems()
+    tokenizer: PreTrainedTokenizerBase | None = None
+    with problems.collect():
+        try:
+            can_resume(recipe)
+        except FinishedRun as error:
+            warnings.append(f"Warning: {error}")
+        check_output_folder(Path(recipe.run.output_dir))
+    with problems.collect():
+        tokenizer = check_model(recipe)
+    problems.raise_all()
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
@@ -75,6 +81,12 @@ def main(arguments: argparse.Namespace) -> None:
         lines.append(plan_on(arguments.gpu, recipe, num_ranks, lengths).describe())
     lines += [*warnings, f"Batch: {plan.describe()}", *describe_lengths(recipe, lengths)]
     lines += [*describe_ranks(recipe, plan, ds_config, lengths), *describe_rows(recipe, renderer)]
+    if recipe.data.probe_path is not None and recipe.data.keep is None:
+        words = shlex.join(["vcore-ds", "score", arguments.recipe, *arguments.overrides])
+        lines.append(
+            f"Trusted data: {words} scores the training traces by them, and data.keep.scores with data.keep.top=0.25 "
+            "selects the best; presets/trusted.yaml steers token weights (docs/scoring.md says which helps when)"
+        )
     print("\n".join(lines))
 
 

@@ -145,8 +145,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION))
-    if command := next((word for word in argv if word in COMMANDS), None):
-        check_options(command, commands.choices[command], argv[argv.index(command) + 1 :])
+    if chosen := next((word for word in argv if word in COMMANDS), None):
+        check_options(chosen, commands.choices[chosen], argv[argv.index(chosen) + 1 :])
     # argparse ends the list of overrides at the first option, so overrides after an option are left over.
     arguments, later = parser.parse_known_args(argv)
     if unknown := [word for word in later if word.startswith("-")]:

@@ -321,6 +321,8 @@ def _nearest_files(name: str, folder: Path) -> list[str]:
     """Names for that of no file: those of the most similar stem in its folder, and among the shipped recipes."""
     beside = [str(Path(name).parent / path.name) for path in (folder / os.path.expanduser(name)).parent.glob("*.yaml")]
     shipped = [path.relative_to(SHIPPED_RECIPES).as_posix() for path in SHIPPED_RECIPES.rglob("*.yaml")]
+    # A part alone is no recipe, and only a file that names bases means one.
+    shipped = [path for path in shipped if name.startswith("parts/") or not path.startswith("parts/")]
     nearest: list[str] = []
     for names in (sorted(beside), sorted(shipped)):
         stems = [Path(each).name.removesuffix(".yaml") for each in names]

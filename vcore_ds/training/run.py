@@ -253,11 +253,16 @@ def describe_start(
         lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
         if memory is not None and recipe.model.gradient_checkpointing == "auto":
             lines.append(describe_recomputation(memory.settings))
+        if memory is not None and recipe.method.name == "vcore" and recipe.data.probe_path is None:
+            passes, shape = derive_needed_passes(settings, memory.settings), feed.plan.time_model.shape
+            lines.append(start_screen.describe_cost(passes, shape, feed, recipe.probe.every))
         if not on_gpu and computes_in_fp32():
             lines.append("bf16 matrix multiplications are computed in fp32, as on CPUs without bf16 instructions")
         description = "\n".join([*lines, ""])
         console.say(description)
         console.note(description)
+    if (epochs := feed.epoch(1)) > 1:
+        console.warn(f"batch.global_size: a step takes the training data {epochs:.3g} times; expected at most once")
     for part, used in utilization.items():
         console.note(f"Balance of the {part} batch in the next steps: {used.describe()}")
         if used.is_low:

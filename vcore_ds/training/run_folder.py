@@ -32,6 +32,7 @@ from vcore_ds.common.paths import (
     writing,
 )
 from vcore_ds.config.load import make_override, read_resolved_recipe
+from vcore_ds.config.problems import show
 from vcore_ds.config.schema import Recipe, differing_keys
 from vcore_ds.training import checkpoint_folder
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
@@ -393,7 +394,7 @@ def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
 
 
 def _list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    return "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
+    return "\n".join(f"  {key}: {show(value)} there, {show(wanted)} here" for key, (value, wanted) in differing.items())
 
 
 def begin_branch(checkpoint: Path, folder: Path) -> None:

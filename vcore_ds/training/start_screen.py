@@ -13,7 +13,8 @@ from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_st
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.planning.passes import ParameterCounts
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import ParameterCounts, StepPasses
 from vcore_ds.training.feed import Feed, count_dataset_tokens
 
 
@@ -79,6 +80,20 @@ def describe_method(method: MethodConfig, utility: UtilityConfig, probe: ProbeCo
     source += f", every {probe.every} steps" if probe.every > 1 else ""
     weights = f"VCORE token weights, {strength}" if method.name == "vcore" else method.title
     return f"{weights}, alpha {method.alpha}; utilities by {how} along the {probe.direction} direction ({source})"
+
+
+def describe_cost(passes: StepPasses, shape: ModelShape, feed: Feed, probe_every: int) -> str:
+    """Say what VCORE without trusted data costs, and what is expected of it."""
+    length = round(float(feed.dataset.lengths.mean()))
+    main = [length] * feed.plan.global_batch_size
+    probe = [length] * (feed.plan.probe_batch_size_global or 0)
+    training, without_probe = passes.flops(shape, main, [])
+    _, extra = passes.flops(shape, main, probe)
+    cost = 1 + (without_probe + (extra - without_probe) / probe_every) / training
+    return (
+        f"Cost:         {cost:.2g} times the FLOP of a step of methods/sft.yaml, over which no gain was measured "
+        "without trusted data (data.probe_path): docs/scoring.md"
+    )
 
 
 def describe_parallelism() -> str:

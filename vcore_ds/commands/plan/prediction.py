@@ -184,7 +184,10 @@ def require_gpu(name: str) -> Gpu:
     if gpu is not None:
         return gpu
     near = difflib.get_close_matches(name.upper(), GPUS, n=1, cutoff=0.4)
-    raise UserError(f"--gpu: found {shorten(name)}; expected one of {', '.join(GPUS)}{did_you_mean(near)}")
+    raise UserError(
+        f"--gpu: found {shorten(name)}; expected one of {', '.join(GPUS)}, or for `plan` the nearest of them "
+        f"with the values of its data sheet (--gpu-memory, --tflops and others){did_you_mean(near)}"
+    )
 
 
 def plan_run(

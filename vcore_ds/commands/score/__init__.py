@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     target = "a model, with --data; a recipe, to score with its base model; or a run, with its checkpoint"
     add("target", metavar="MODEL | RECIPE | RUN", help=target)
-    data = "traces to score with a MODEL (a folder, hub id or adapter): files, folder or token store"
+    data = "traces to score: files, folder or token store (default: those of the RECIPE or RUN)"
     add("--data", metavar="PATH", help=data)
     add_overrides(parser)
     sets = "a named trusted set instead of data.probe_path; repeat it for several: each adds a pass over the data"
@@ -73,6 +73,9 @@ def main(arguments: argparse.Namespace) -> None:
         again=arguments.again,
         all_tokens=arguments.tokens == "all",
     )
+    check_inputs(inputs.recipe.model.path, inputs.recipe.data)
+    for path in inputs.sets.values():
+        check_source(path, inputs.recipe.data.split)
     with lasting_imports():
         from vcore_ds.commands.score.compute import score
 
@@ -116,10 +119,8 @@ def read_inputs(
     if data is None:
         recipe = load_recipe(target if run is None else run / RECIPE, overrides)
     elif run is not None or target.endswith(".yaml"):
-        raise UserError(
-            f"--data: found {data} with {target}; expected a model's folder or hub id, or an adapter's folder. A "
-            "recipe and a run name their data: data.train_path=PATH"
-        )
+        words = [*overrides, make_override("data.train_path", data)]
+        recipe = load_recipe(target if run is None else run / RECIPE, words)
     else:
         key = "lora.adapter" if (Path(target) / ADAPTER_CONFIG).is_file() else "model.path"
         words = [make_override(key, target), make_override("data.train_path", data)]
@@ -143,10 +144,7 @@ def read_inputs(
         output = Path("runs", "scores", (run or Path(target)).resolve().name.removesuffix(".yaml"))
     refuse_existing(output, NEW_FOLDER)
     approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
-    for path in path_of_set.values():
-        check_source(path, recipe.data.split)
     scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
-    check_inputs(recipe.model.path, scoring_recipe.data)
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     adapter = recipe.lora.adapter if recipe.lora else None
     return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, all_tokens, adapter)
