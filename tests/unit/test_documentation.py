@@ -25,7 +25,7 @@ FOLDER = REPOSITORY / "launch_scripts" / "recipes"
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS = [*PAGES, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 COMMAND = re.compile(
-    r"(?:\bvcore-ds|-m(?:odule)? vcore_ds\.commands\.cli) (?P<words>(?:train|check|fidelity|reference) .*)"
+    r"(?:\bvcore-ds|-m(?:odule)? vcore_ds(?:\.commands\.cli)?) (?P<words>(?:train|check|fidelity|reference) .*)"
     r"|launch_scripts/(?P<script>train_32b|quickstart)\.sh(?P<arguments>.*)"
 )
 DEFAULT_RECIPES = {"train_32b": FOLDER / "qwen3_32b_math_full.yaml", "quickstart": QUICKSTART}

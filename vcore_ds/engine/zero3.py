@@ -140,7 +140,7 @@ class Engine:
         self._saved_parameters = SavedParameters(model)
         self._streams = Streams(self.optimizer)
         self.shards = FlatShards(self.optimizer, self._streams, [parameter for _, parameter in self.trainable])
-        self.matrices: dict[int, list[ShardedMatrix]] = {}
+        self.matrices = {}
         self.device = device()
         self.coalesces = False
         self._gradient_sum = GradientSum([p for _, p in self.trainable if p.dtype != torch.float32])

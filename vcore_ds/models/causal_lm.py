@@ -116,7 +116,7 @@ class TokenLossHead(nn.Module):
     def convert(cls, layer: nn.Linear, transform: LogitTransform) -> None:
         """Make a linear layer without a bias an output embedding, in place: it keeps ZeRO-3's hooks, if it has them
         already."""
-        layer.__class__ = cls
+        layer.__class__ = cls  # type: ignore[assignment]  # the other linear layer has what this one needs
         vars(layer).update(_transform=transform, _shard=None, memory=DEFAULT_LOSS_MEMORY)
 
     def forward(

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -224,7 +225,7 @@ class VcoreLoss:
     def _take_direction(self, engine: AnyEngine, optimizer: Optimizer | None, batch: Batch) -> list[Tensor]:
         """Return the direction in use as flat tensors, of a new probe if that is due. A collective. `batch`: this
         rank's, for the checks of another model."""
-        model: nn.Module = engine.module.causal_lm
+        model = cast(nn.Module, engine.module.causal_lm)
         step, owner = (self._step + 1, model) if optimizer is None else (engine.num_updates, optimizer)
         direction, training = self.direction, [ref() for ref in self._training]
         names = {name.removeprefix(MODEL_PREFIX) for name, _ in engine.trainable}
@@ -251,8 +252,10 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[AnyEng
         with token_loss_model(model.module) as losses, shared_engine(losses, model, optimizer) as sharded:
             yield sharded
         return
-    replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-    with unsharded_engine(model if replicas is None else model.module, optimizer, replicas) as engine:
+    replicas: ProcessGroup | None = None
+    if isinstance(model, DistributedDataParallel):
+        model, replicas = model.module, cast(ProcessGroup, model.process_group)
+    with unsharded_engine(model, optimizer, replicas) as engine:
         yield engine
 
 

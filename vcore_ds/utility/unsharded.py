@@ -169,8 +169,9 @@ def token_loss_model(model: nn.Module) -> Iterator[TokenLossModel]:
         raise _refuse(f"a {type(model).__name__}", "a causal language model, not in DDP, FSDP or a compiled module")
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         raise _refuse(f"{model.active_peft_config.peft_type.value}, which has virtual tokens", "LoRA or other adapters")
-    if getattr(base, "hf_quantizer", None) is not None:
-        raise _refuse(f"quantized weights ({base.hf_quantizer.quantization_config.quant_method})", "those in 16 bits")
+    quantizer: Any = getattr(base, "hf_quantizer", None)
+    if quantizer is not None:
+        raise _refuse(f"quantized weights ({quantizer.quantization_config.quant_method})", "those in 16 bits")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise _refuse("parameters that FSDP has sharded", "DDP, DeepSpeed's ZeRO-3, or a recipe (docs/python.md)")

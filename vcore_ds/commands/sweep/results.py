@@ -63,7 +63,8 @@ class SettingRuns:
 
     def has_risen(self, title: str) -> bool:
         """Whether the loss was higher at the end than at the start, in the mean over seeds."""
-        return bool(rises := self.rises.get(title)) and float(np.mean(rises)) > 0
+        rises = self.rises.get(title)
+        return bool(rises) and float(np.mean(rises or [])) > 0
 
 
 def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[SettingRuns], str]:

@@ -206,7 +206,7 @@ class Conversion:
                 # As many as the sample lacks, by the share of rows that have passed.
                 size = min(size, missing * (self._num_examined + 1) // (self._num_kept + 1) + _BATCH_ROWS)
             chosen, numbers, keys = np.sort(numbers[:size]), numbers[size:], keys[size:]
-            pieces = []
+            pieces: list[Piece] = []
             for start in range(0, len(chosen), _PIECE_ROWS):
                 part = chosen[start : start + _PIECE_ROWS]
                 results = self.folder / "results" / f"{i:05d}-{num_pieces + len(pieces):07d}.arrow"
