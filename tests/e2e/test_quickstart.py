@@ -43,7 +43,8 @@ def test_the_quickstart_trains_reports_and_exports_an_adapter(tmp_path: Path):
     assert len(problems) > 100 and not problems & set(HELD_OUT)  # what vcore-ds eval asks
 
     (first,) = read_metrics(folder)
-    assert set(first) == METRICS and first["sequences"] == 2
+    losses = {"validation_loss_correct", "validation_loss_incorrect"}
+    assert set(first) == METRICS | losses and first["sequences"] == 2
     assert first["kl"] == pytest.approx(load_recipe(RECIPE).method.kl_budget, rel=0.01)
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["world_size"] == 2 or torch.cuda.is_available()
