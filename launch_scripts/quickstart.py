@@ -67,7 +67,9 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     if "data.train_path" not in chosen:
         data = prepare_quickstart_data(DATA)
         values |= {"model.path": data.model, "data.train_path": data.train}
-        values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
+        if "data.validation_path" not in chosen:
+            values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
+            values["run.validate_every"] = 4  # not after each of the eight steps
     else:
         for file in recipe.data.train_files():
             check_source(file.path, recipe.data.split)  # before anything that takes long
@@ -75,7 +77,7 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
             values["model.path"] = prepare_model(DATA)
         if "schedule.num_steps" not in chosen:
             values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
-        values |= {"data.cutoff_length": OWN_CUTOFF_LENGTH, "run.validate_every": "auto"}
+        values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
         if "data.validation_path" not in chosen:
             split = {"data.validation_path": None, "data.validation_share": choose_share(recipe.data.train_name())}
     kept = {key: value for key, value in values.items() if key not in chosen} | split

@@ -252,7 +252,7 @@ OTHER_RECIPE = {"optimizer": {"learning_rate": 0.2}, "method": {"kl_budget": 0.0
             OTHER_RECIPE,
             None,
             [f"{key}: {there} there, {here} here" for key, there, here in (
-                ("optimizer.learning_rate", 0.1, 0.2), ("method.kl_budget", 0.05, 0.06), ("lora.rank", None, 4)
+                ("optimizer.learning_rate", 0.1, 0.2), ("method.kl_budget", 0.05, 0.06), ("lora.rank", "null", 4)
             )],
         ),
         ({}, lambda used: (used / "recipe.yaml").write_text("method: {nme: sft}\n"), ["does not know"]),

@@ -142,7 +142,8 @@ def nearest_keys(name: str) -> list[str]:
     if known := names_elsewhere().get(name) or names_elsewhere().get(word):
         return [known]
     words = {key: key.rpartition(".")[2] for key in (*SECTIONS, *recipe_keys())}
-    nearest = closest(word, words.values(), cutoff=0.75)  # `template` is no `temperature`
+    beside = [words[key] for key in words if key.rpartition(".")[0] == parent]
+    nearest = closest(word, beside if parent else ()) or closest(word, words.values(), cutoff=0.75)  # not `template`
     return sorted((key for key in words if words[key] == nearest), key=lambda key: key.rpartition(".")[0] != parent)
 
 

@@ -214,9 +214,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def check_supervision(folder: Path, supervise: str) -> None:
     """Raise UserError for a store of conversations that was made with another value of `data.supervise`."""
-    manifest = read_manifest(folder)
-    made_with = manifest.get("filters", {}).get("supervise", "all")
-    if manifest.get("kind") == "chat" and made_with != supervise:
+    made_with = read_manifest(folder).get("filters", {}).get("supervise", supervise)
+    if made_with != supervise:
         raise UserError(
             f"{folder}: found a store made with --supervise {made_with}, expected {supervise} (data.supervise); set "
             f"data.supervise={made_with}, or {REMEDY} and --supervise {supervise}"

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -252,9 +251,9 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[AnyEng
         with token_loss_model(model.module) as losses, shared_engine(losses, model, optimizer) as sharded:
             yield sharded
         return
-    replicas: ProcessGroup | None = None
+    replicas: layout.ReplicaGroup | None = None
     if isinstance(model, DistributedDataParallel):
-        model, replicas = model.module, cast(ProcessGroup, model.process_group)
+        model, replicas = model.module, cast(layout.ReplicaGroup, model.process_group)
     with unsharded_engine(model, optimizer, replicas) as engine:
         yield engine
 
