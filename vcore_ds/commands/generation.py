@@ -108,6 +108,8 @@ def generate_answers(
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     settings.max_new_tokens = max(limits)
+    # Else the model's own, which change what is returned, and of which a damaged file has anything.
+    settings.return_dict_in_generate = settings.output_hidden_states = settings.output_attentions = False
     sequences = model.generate(
         input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings, **options
     )
