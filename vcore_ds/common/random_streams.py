@@ -23,9 +23,9 @@ class Stream(IntEnum):
     FOLLOWED_TRACES = 8
     """Traces measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
     EVALUATION = 9  # answers of an evaluation. Place: checksum of task and problem; then the answer's index.
-    HELD_OUT = 11  # sequences that data.validation_share holds out. Place: number of the file in data.train_path.
     LOW_RANK_START = 10
     """Random sketch of a low-rank direction. Place: the step's seed; then the width of a matrix."""
+    HELD_OUT = 11  # sequences that data.validation_share holds out. Place: number of the file in data.train_path.
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:

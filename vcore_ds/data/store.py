@@ -214,8 +214,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def check_supervision(folder: Path, supervise: str) -> None:
     """Raise UserError for a store of conversations that was made with another value of `data.supervise`."""
-    made_with = read_manifest(folder).get("filters", {}).get("supervise", supervise)
-    if made_with != supervise:
+    manifest = read_manifest(folder)
+    if "filters" not in manifest or manifest.get("kind", "chat") != "chat":  # before 0.8 stores had kinds
+        return
+    if (made_with := manifest["filters"].get("supervise", "all")) != supervise:
         raise UserError(
             f"{folder}: found a store made with --supervise {made_with}, expected {supervise} (data.supervise); set "
             f"data.supervise={made_with}, or {REMEDY} and --supervise {supervise}"

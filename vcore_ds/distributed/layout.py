@@ -27,7 +27,8 @@ Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards"
 
 _meshes: dict[str, DeviceMesh] = {}
 _is_first = True
-_lent: tuple[dist.ProcessGroup, dict[str, DeviceMesh]] | None = None  # another trainer's group, and its meshes
+_of_trainer: tuple[dist.ProcessGroup, dict[str, DeviceMesh]] | None = None
+"""Another trainer's process group, and its meshes."""
 _timeout = timedelta(0)
 _sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's sequence-parallel group, by size
 
@@ -53,18 +54,18 @@ def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> 
 
 
 @contextmanager
-def lent_ranks() -> Iterator[None]:
+def trainer_ranks() -> Iterator[None]:
     """A context in which the ranks of another trainer's process group, over which it shards one model, are arranged. A
-    collective when a process group is first lent. Outside of it the process is alone, since that trainer may also have
+    collective for a new process group. Outside of it the process is alone, since that trainer may also have
     models that are not sharded."""
-    global _lent
+    global _of_trainer
     if is_arranged():
         yield
         return
-    if _lent is None or _lent[0] is not _world():
+    if _of_trainer is None or _of_trainer[0] is not _world():
         arrange()
-        _lent = _world(), dict(_meshes)
-    _meshes.update(_lent[1])
+        _of_trainer = _world(), dict(_meshes)
+    _meshes.update(_of_trainer[1])
     try:
         yield
     finally:

@@ -13,6 +13,21 @@ from vcore_ds.method.optimizers import AdamStep
 from vcore_ds.models.causal_lm import MODEL_PREFIX
 
 
+class StepsOfTrainer:
+    """The parts of `Engine` on optimizer steps, where another trainer takes them."""
+
+    _steps: list[AdamStep]  # upcoming, of each flat tensor; empty for directions that are gradients
+
+    @property
+    def num_updates(self) -> int:
+        """Number of the trainer's steps so far."""
+        return max((step.step - 1 for step in self._steps), default=0)
+
+    def adam_steps(self, sub_groups: Sequence[int]) -> list[AdamStep]:
+        """The trainer's upcoming update of each of these flat tensors."""
+        return [self._steps[i] for i in sub_groups]
+
+
 def find_groups(
     optimizer: Optimizer, trained: Sequence[tuple[str, nn.Parameter]]
 ) -> tuple[Optimizer, list[dict[str, Any]]]:
@@ -24,8 +39,8 @@ def find_groups(
     missing = [name for name, parameter in trained if id(parameter) not in group_of]
     if missing:
         more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        found = f"{missing[0].removeprefix(MODEL_PREFIX)}{more}, of which the model requires gradients"
-        raise _refuse_optimizer(f"{type(optimizer).__name__} without {found}")
+        names = f"{missing[0].removeprefix(MODEL_PREFIX)}{more}, of which the model requires gradients"
+        raise _refuse_optimizer(f"{type(optimizer).__name__} without {names}")
     return optimizer, [group_of[id(parameter)] for _, parameter in trained]
 
 

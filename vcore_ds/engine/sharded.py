@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
-from vcore_ds.engine.adam_steps import read_adam_steps
+from vcore_ds.engine.adam_steps import StepsOfTrainer, read_adam_steps
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.method.optimizers import AdamStep
 from vcore_ds.models.causal_lm import FUNCTIONAL_DROPOUT, TokenLossModel, find_decoder, find_layers
 
 
 def is_deepspeed(model: nn.Module) -> TypeGuard[DeepSpeedEngine]:
-    """Whether `model` is DeepSpeed's engine, which other trainers pass as the model."""
+    """Whether `model` is DeepSpeed's engine, which other trainer_engine pass as the model."""
     return isinstance(model, DeepSpeedEngine)
 
 
@@ -37,29 +36,22 @@ def prepare_zero3(model: nn.Module) -> None:
         set_z3_leaf_modules(model, list({type(layer): None for layer in layers}))
 
 
-class SharedEngine(Engine):
+class ShardedEngine(StepsOfTrainer, Engine):
     """Token losses and gradients of a model that another trainer has sharded; the steps are those of the trainer."""
 
-    def __init__(self, model: TokenLossModel, trainers: DeepSpeedEngine, *, with_moments: bool):
-        """`model`: in evaluation mode, around that of `trainers`. `with_moments`: whether directions are matched to the
-        trainer's optimizer."""
-        self.deepspeed, self.optimizer = trainers, trainers.optimizer
+    def __init__(self, model: TokenLossModel, trainer_engine: DeepSpeedEngine, *, with_moments: bool):
+        """`model`: in evaluation mode, around that of `trainer_engine`. `with_moments`: whether directions are matched
+        to the trainer's optimizer."""
+        self.deepspeed, self.optimizer = trainer_engine, trainer_engine.optimizer
         self._attach(model)
         zero = self.optimizer
         self.replicas = zero.dp_process_group
         self._partial_gradient: Tensor | None = None
-        self._steps: list[AdamStep] = []
+        self._steps = []
         if with_moments:
             groups = [zero.optimizer.param_groups[i] for i in zero.sub_group_to_group_id.values()]
             states = [zero.optimizer.state.get(master, {}) for master in zero.fp32_partitioned_groups_flat]
             self._steps = read_adam_steps(zero.optimizer, groups, states)
-
-    @property
-    def num_updates(self) -> int:
-        return max((step.step - 1 for step in self._steps), default=0)
-
-    def adam_steps(self, sub_groups: Sequence[int]) -> list[AdamStep]:
-        return [self._steps[i] for i in sub_groups]
 
     def count_most(self, batches: Sequence[Any]) -> int:
         """Largest number of batches on a rank. A collective."""
@@ -94,7 +86,7 @@ class SharedEngine(Engine):
                 layer.training = False
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def restoring_deepspeed(self) -> Iterator[None]:
         """A context after which DeepSpeed is as before: its gradient, counters and flags. These passes have their own
         record of the order of modules, by which it prefetches parameters."""
         engine, zero = self.deepspeed, self.optimizer
@@ -104,10 +96,10 @@ class SharedEngine(Engine):
         copied = {name: dict(getattr(zero, name)) for name in names if hasattr(zero, name)}
         hooks, offload = dict(vars(zero._backward_hook_state)), zero.parameter_offload
         coordinator = offload.param_coordinator
-        if (ours := getattr(offload, "_coordinator_of_probes", None)) is None:
-            ours = offload._coordinator_of_probes = copy.copy(coordinator)
-            ours._clear_trace_structures()
-        offload.param_coordinator = ours
+        if (for_probes := getattr(offload, "_coordinator_of_probes", None)) is None:
+            for_probes = offload._coordinator_of_probes = copy.copy(coordinator)
+            for_probes._clear_trace_structures()
+        offload.param_coordinator = for_probes
         engine.module = self.module
         linear = torch.nn.functional.linear
         torch.nn.functional.linear = torch._C._nn.linear  # not `memory_efficient_linear`, which has no `jvp`
@@ -127,16 +119,16 @@ class SharedEngine(Engine):
 
 
 @contextmanager
-def shared_engine(
-    model: TokenLossModel, trainers: DeepSpeedEngine, optimizer: Optimizer | None
-) -> Iterator[SharedEngine]:
-    """A context with an engine around another trainer's, which is as before on exit. `model`: see `SharedEngine`.
+def sharded_engine(
+    model: TokenLossModel, trainer_engine: DeepSpeedEngine, optimizer: Optimizer | None
+) -> Iterator[ShardedEngine]:
+    """A context with an engine around another trainer's, which is as before on exit. `model`: see `ShardedEngine`.
     `optimizer`: None for directions that are gradients. A collective. Raises UserError for another stage than 3, or if
     layers are not gathered whole."""
-    zero, stage = trainers.optimizer, trainers.zero_optimization_stage()
+    zero, stage = trainer_engine.optimizer, trainer_engine.zero_optimization_stage()
     if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         raise _refuse("zero_optimization.stage", stage, "3, or DDP for a model that fits on one device")
-    if trainers.fp16_enabled():
+    if trainer_engine.fp16_enabled():
         raise _refuse("fp16", "true", "bf16 or fp32")
     if zero.offload_param:
         raise _refuse("zero_optimization.offload_param", "a device", "none (the optimizer may be offloaded)")
@@ -146,13 +138,13 @@ def shared_engine(
             f"model: found a {type(split).__name__} that DeepSpeed gathers in parts; expected whole layers. Call "
             "`vcore_ds.prepare_zero3(model)` before the trainer starts"
         )
-    with layout.lent_ranks():
+    with layout.trainer_ranks():
         num_ranks, num_shards = layout.size("job"), zero.dp_process_group.size()
-        if trainers.sequence_parallel_size > 1 or num_shards != num_ranks:
-            found = f"{num_shards} shards and sequence parallelism of {trainers.sequence_parallel_size}"
-            raise _refuse("parallelism", f"{found} on {num_ranks} ranks", "a shard and other sequences on each rank")
-        engine = SharedEngine(model, trainers, with_moments=optimizer is not None)
-        with engine.lent():
+        if trainer_engine.sequence_parallel_size > 1 or num_shards != num_ranks:
+            axes = f"{num_shards} shards and sequence parallelism of {trainer_engine.sequence_parallel_size}"
+            raise _refuse("parallelism", f"{axes} on {num_ranks} ranks", "a shard and other sequences on each rank")
+        engine = ShardedEngine(model, trainer_engine, with_moments=optimizer is not None)
+        with engine.restoring_deepspeed():
             yield engine
 
 

@@ -48,8 +48,8 @@ class TokenDropout(nn.Dropout):
 
 
 def is_modified(module: nn.Module) -> bool:
-    """Whether a module has hooks or a forward of its own, which a replacement would lose. Those of ZeRO-3 do not count:
-    they gather the module's weights, of which a dropout has none."""
+    """Whether a module has hooks or a forward that was set on it, which a replacement would lose. Hooks of ZeRO-3 do
+    not count: they gather the module's weights, of which a dropout has none."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     modules = [getattr(hook, "__module__", "") or "" for by_id in hooks for hook in by_id.values()]
     return "forward" in vars(module) or not all(name.startswith("deepspeed.") for name in modules)

@@ -162,9 +162,8 @@ class StepModel:
         per_square = 2 * shape.num_layers * shape.num_heads * shape.head_dim * squares
         seconds += per_square * attention / cluster.attention_flops
         seconds += per_square * work.attention_with_tangents / cluster.tangent_attention_flops
-        num_bytes = self._count_layer_bytes(work, multiple, tokens) + self._count_loss_bytes(
-            work, head_multiple, tokens
-        )
+        num_bytes = self._count_layer_bytes(work, multiple, tokens)
+        num_bytes += self._count_loss_bytes(work, head_multiple, tokens)
         num_bytes += work.fp8 * quantized_bytes(shape, tokens)
         trained = self.counts.trained  # reduced: copied to the bucket and out of it, divided, and added in fp32
         num_bytes += work.reduces * trained * (6 * settings.number_bytes + 16 / self.time.num_ranks)
@@ -348,7 +347,8 @@ class StepModel:
         """Add the optimizer's update and the direction's: bytes of a shard, read and written."""
         settings, memory = self.settings, self.cluster.memory_bandwidth
         shard = self.counts.trained / self.time.num_ranks
-        update = self._kernels.update - (0 if settings.optimizer != "sgd" else 4 * _FP32) + settings.number_bytes
+        moments = 4 * _FP32 if settings.optimizer == "sgd" else 0  # of AdamW, which plain SGD lacks
+        update = self._kernels.update - moments + settings.number_bytes
         if settings.offloads_optimizer:
             cost.add("step", shard * update / _HOST_MEMORY + shard * settings.number_bytes / _HOST_LINK, 1.0)
         else:

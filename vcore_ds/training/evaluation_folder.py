@@ -85,7 +85,7 @@ def find_evaluations(run: Path, result: Path) -> dict[Path, Evaluation]:
     then those in and beside the run's folder and in the working directory, up to two folders deep. Raises UserError
     where that in RUN/evaluation is damaged."""
     own = run / RUN_EVALUATION
-    found = {own: read_evaluation(own)} if (own / EVALUATION).is_file() else {}
+    evaluations = {own: read_evaluation(own)} if (own / EVALUATION).is_file() else {}
     places = dict.fromkeys([run.resolve().parent, Path.cwd()])
     # `glob` passes over folders that vanish or cannot be read, unlike `Path.glob`.
     patterns = [f"{depth}/{EVALUATION}" for depth in ("*", "*/*")]
@@ -97,8 +97,8 @@ def find_evaluations(run: Path, result: Path) -> dict[Path, Evaluation]:
             if (recorded := evaluation.model.get("digest")) is not None and path.parent != own.resolve():
                 digest = digest or compute_weights_digest(result)
                 if recorded == digest:
-                    found[path.parent] = evaluation
-    return found
+                    evaluations[path.parent] = evaluation
+    return evaluations
 
 
 def summarize(samples: Sequence[SampleResult]) -> TaskResult:

@@ -82,6 +82,7 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
     with writing("run.output_dir", folder):
         result = export_folder(folder, is_adapter=is_adapter)
         for path in (folder / HELD_OUT, folder / RUN_EVALUATION, result):
+            # Without a result held_out.json has the losses at the start alone, which the run that goes on keeps.
             if path.exists() and (path.name != HELD_OUT or result.exists()):
                 number, target = 1, path.with_name(f"{path.stem}_step_{num_steps:08d}{path.suffix}")
                 while target.exists():

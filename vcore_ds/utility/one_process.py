@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, idle_batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.sharded import SharedEngine, is_deepspeed, shared_engine
+from vcore_ds.engine.sharded import ShardedEngine, is_deepspeed, sharded_engine
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization, loss_ratio_alpha
@@ -29,7 +29,7 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.unsharded import UnshardedEngine, token_loss_model, unsharded_engine
 
-AnyEngine = UnshardedEngine | SharedEngine
+AnyEngine = UnshardedEngine | ShardedEngine
 
 _NUM_CHECKED = 32
 
@@ -235,10 +235,9 @@ class VcoreLoss:
                 _check_derivatives(engine, batch)
             probe = [_read_batch(part, needs_tokens=False) for part in self._draw_probe()] or [idle_batch(0)]
             _count_sequences(engine, probe, "probe_batches")
-            if isinstance(engine, SharedEngine):  # every forward is a collective
+            if isinstance(engine, ShardedEngine):  # every forward is a collective
                 probe += [idle_batch(0)] * (engine.count_most(probe) - len(probe))
-            pair = _compute_direction(engine, probe, normalization="sequence", clip=self._clip)
-            self.direction, self._buffers = pair
+            self.direction, self._buffers = _compute_direction(engine, probe, normalization="sequence", clip=self._clip)
             self._step_of_direction, self._training = step, (weakref.ref(model), weakref.ref(owner))
         self._step = step
         return self._buffers
@@ -248,7 +247,7 @@ class VcoreLoss:
 def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[AnyEngine]:
     """A context with an engine around a model, its replicas (DDP) or its shards (DeepSpeed)."""
     if is_deepspeed(model):
-        with token_loss_model(model.module) as losses, shared_engine(losses, model, optimizer) as sharded:
+        with token_loss_model(model.module) as losses, sharded_engine(losses, model, optimizer) as sharded:
             yield sharded
         return
     replicas: layout.ReplicaGroup | None = None

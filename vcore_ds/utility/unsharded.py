@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
-from vcore_ds.engine.adam_steps import find_groups, read_adam_steps
+from vcore_ds.engine.adam_steps import StepsOfTrainer, find_groups, read_adam_steps
 from vcore_ds.engine.flat_shards import FlatShards, ShardPosition, as_partitioned
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.method.optimizers import AdamStep
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.description import can_replace_attention
@@ -53,7 +52,7 @@ class UnshardedVectors(FlatShards):
         return [s[key].flatten() if key in s else torch.zeros_like(p).flatten() for p, s in pairs]
 
 
-class UnshardedEngine(Engine):
+class UnshardedEngine(StepsOfTrainer, Engine):
     """Token losses and gradients of an unsharded model: the parts of the interface that `Direction` and `forward_mode`
     use. The steps are those of another trainer."""
 
@@ -71,7 +70,7 @@ class UnshardedEngine(Engine):
         self.trainable = [(name, as_partitioned(p)) for name, p in model.named_parameters() if p.requires_grad]
         self.shards = UnshardedVectors([parameter for _, parameter in self.trainable], optimizer)
         self.matrices, self.replicas = {}, replicas
-        self._steps: list[AdamStep] = []
+        self._steps = []
         if optimizer is not None:
             optimizer, groups = find_groups(optimizer, self.trainable)
             states = [optimizer.state.get(parameter, {}) for _, parameter in self.trainable]
@@ -79,13 +78,6 @@ class UnshardedEngine(Engine):
         self.device = self.trainable[0][1].device
         self._dropouts = []
         self._experts = [module for module in model.modules() if uses_our_experts(module)]
-
-    @property
-    def num_updates(self) -> int:
-        return max((step.step - 1 for step in self._steps), default=0)
-
-    def adam_steps(self, sub_groups: Sequence[int]) -> list[AdamStep]:
-        return [self._steps[i] for i in sub_groups]
 
     @property
     def num_summed_ranks(self) -> int:

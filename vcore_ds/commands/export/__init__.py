@@ -47,8 +47,8 @@ def check_request(run: Path, checkpoint: str | None, output: Path | None, *, mer
         names = [folder.name for folder in checkpoint_folder.list_checkpoints(run / "checkpoints")]
         is_there = checkpoint in names if checkpoint else bool(names) or (run / "adapter").is_dir()
         if not is_there:
-            found = ", ".join(names) or "none"
-            raise UserError(f"{run / 'checkpoints'}: expected {checkpoint or 'a complete checkpoint'}; found {found}")
+            expected, there = checkpoint or "a complete checkpoint", ", ".join(names) or "none"
+            raise UserError(f"{run / 'checkpoints'}: expected {expected}; found {there}")
     check_on_hub(recipe.model.path, "model", "model.path: ", asks=False)
     return recipe
 

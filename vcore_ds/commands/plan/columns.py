@@ -279,12 +279,13 @@ def build_table(arguments: argparse.Namespace) -> PlanTable:
 
 def describe_validation(run: RunConfig, plan: RunPlan) -> str:
     """Describe how often the held-out loss is measured, and what it costs."""
-    num_steps, number = plan.costed_steps, plan.lengths.num_held_out
+    num_steps, num_held_out = plan.costed_steps, plan.lengths.num_held_out
+    num_sequences = num_held_out or 1000
     times = 1 + sum(run.validates(step, num_steps) for step in range(1, num_steps + 1))
-    seconds = plan.seconds_forward * (number or 1000) / plan.settings.batch.global_size
+    seconds = plan.seconds_forward * num_sequences / plan.settings.batch.global_size
     share = times * seconds / (times * seconds + num_steps * plan.cost.seconds_step)
-    of = f"{number or 1000:,} sequences" + (f", {share:.1%} of the run" if number else "")
-    return f"Held-out loss: {times} times (run.validate_every), {seconds:,.3g} s each for {of}"
+    text = f"Held-out loss: {times} times (run.validate_every), {seconds:,.3g} s each for {num_sequences:,} sequences"
+    return f"{text}, {share:.1%} of the run" if num_held_out else text
 
 
 def change_method(recipe: Recipe, name: str) -> Recipe:

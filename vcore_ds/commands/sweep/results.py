@@ -63,8 +63,8 @@ class SettingRuns:
 
     def has_risen(self, title: str) -> bool:
         """Whether the loss was higher at the end than at the start, in the mean over seeds."""
-        rises = self.rises.get(title)
-        return bool(rises) and float(np.mean(rises or [])) > 0
+        rises = self.rises.get(title, [])
+        return len(rises) > 0 and float(np.mean(rises)) > 0
 
 
 def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[SettingRuns], str]:
@@ -107,9 +107,8 @@ def _group(cells: Iterable[SettingRuns], label: Callable[[SettingRuns], str]) ->
 def rank_cells(cells: Iterable[SettingRuns], title: str, *, by_line: bool = True) -> list[list[SettingRuns]]:
     """The cells of each size (and line) by their mean loss, the smallest first; those that ended above their start are
     last."""
-    groups = _group(
-        (one for one in cells if title in one.losses), lambda one: f"{one.line * by_line} {one.label(SIZE_KEYS)}"
-    )
+    measured = [one for one in cells if title in one.losses]
+    groups = _group(measured, lambda one: f"{one.line if by_line else ''} {one.label(SIZE_KEYS)}")
     return [sorted(group, key=lambda one: (one.has_risen(title), one.mean(title))) for group in groups.values()]
 
 

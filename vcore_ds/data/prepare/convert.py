@@ -122,8 +122,8 @@ def convert_batch(
 def examine_row(
     result: RowOutcome, row: Any, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> RenderedConversation | None:
-    """Read a row, render it, and record in `result` what is found. Returns None for a row that
-    is malformed or left out, and without a tokenizer."""
+    """Read a row, render it, and record in `result` what is found. Returns None for a row that is malformed or left
+    out, and without a tokenizer."""
     item = None
     try:
         if isinstance(row, UnreadableRow):
