@@ -1,4 +1,4 @@
-"""Memory traffic of norms, gates, rotary embeddings and the token loss, by PyTorch's operations and by the kernels.
+"""Memory traffic of a layer's parts, the token loss and the update: by PyTorch and DeepSpeed, and by the package.
 
     python -m tests.benchmarks.memory_traffic [--shape 8b 0.6b] [--tokens 16384]
 
@@ -14,11 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from deepspeed.runtime.zero import stage3
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.benchmarks.gpu import SHAPES
+from tests.benchmarks.gpu import SHAPES, build_engine, make_pack
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine.deepspeed_start import DEEPSPEED_CLIP, DEEPSPEED_PREPARE
 from vcore_ds.models import pointwise, pointwise_kernels, token_loss, token_loss_kernel
 from vcore_ds.planning.settings import DEFAULT_LOSS_MEMORY, LossMemory
 
@@ -63,6 +66,13 @@ class Traffic(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         if name in NO_TRAFFIC:
+            return result
+        if (
+            name == "_fused_adamw_"
+        ):  # parameters, gradients and both moments; the gradient is written where it is scaled
+            read, gradients = [x for tensors in args[:4] for x in tensors], args[1]
+            written = [x for x in read if all(x is not g for g in gradients) or kwargs.get("grad_scale") is not None]
+            self.add(*read, *written)
             return result
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if name == "logsumexp":
@@ -203,6 +213,27 @@ def report(shape: str, num_tokens: int) -> None:
                 print(f"  {name:16} {memory_name:28} {way:8} {each:34} {flops / 1e12:6.1f} {milliseconds:7.2f}")
 
 
+def count_update(*, by_deepspeed: bool) -> float:
+    """Bytes of memory traffic for each parameter in an update with clipping on one rank, as on a GPU, or by DeepSpeed's
+    own functions: below autograd, on a CPU."""
+    sizes = dict(SHAPES["8b"], hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=2)
+    engine = build_engine(sizes | dict(num_key_value_heads=1, head_dim=64, vocab_size=8192))
+    num_parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in engine.trainable)
+    functions = {"_prepare_fp32_grad_for_sub_group": DEEPSPEED_PREPARE, "unscale_and_clip_grads": DEEPSPEED_CLIP}
+    dtype = torch.float64 if by_deepspeed else torch.float32
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(stage3, "get_norm_dtype", lambda: dtype))
+        if by_deepspeed:
+            patches.enter_context(patch.multiple(stage3.DeepSpeedZeroOptimizer_Stage3, **functions))
+        for seed in range(2):  # the first makes DeepSpeed's buffers
+            with engine.accumulation(1):
+                engine.backward(engine.token_losses(make_pack(64, 8192, seed)).mean())
+            with Traffic() as traffic:
+                engine.step(1e-4)
+    engine.close()
+    return traffic.num_bytes / num_parameters
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["8b", "0.6b"], help="sizes of a layer")
@@ -210,6 +241,9 @@ def main() -> None:
     options = parser.parse_args()
     for shape in options.shape:
         report(shape, options.tokens)
+    start_process_group(timeout_minutes=5)
+    for way, by_deepspeed in (("DeepSpeed's", True), ("the package's", False)):
+        print(f"update, {way}: {count_update(by_deepspeed=by_deepspeed):.1f} bytes a parameter")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine.deepspeed_start import DEEPSPEED_WAIT, copy_gathered_parameters
+from vcore_ds.engine.deepspeed_start import (
+    DEEPSPEED_CLIP,
+    DEEPSPEED_PREPARE,
+    DEEPSPEED_WAIT,
+    clip_in_update,
+    copy_gathered_parameters,
+    update_from_buffer,
+)
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 
 pytestmark = pytest.mark.dist
@@ -137,6 +144,33 @@ def norms_are_taken_in_the_dtype_of_a_global(e: Engine) -> bool:
     return get_dtype.called and abs(in_fp32 - norm) < 1e-6 * norm
 
 
+def an_update_reads_the_gradient_in_its_buffer_and_clips_it(e: Engine) -> bool:
+    """The same update as DeepSpeed's, which copies the gradient and multiplies it, but for rounding."""
+    step, results, names = torch.optim.AdamW.step, [], ("_prepare_fp32_grad_for_sub_group", "unscale_and_clip_grads")
+    pairs = [(make_engine(), (DEEPSPEED_PREPARE, DEEPSPEED_CLIP)), (e, (update_from_buffer, clip_in_update))]
+    for engine, functions in pairs:
+        in_buffer: list[bool] = []
+
+        def watch(optimizer, *more, zero=engine.optimizer, in_buffer=in_buffer):
+            buffer = zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            in_buffer += [gradient.untyped_storage().data_ptr() == buffer for gradient in gradients]
+            return step(optimizer, *more)
+
+        replaced = dict(zip(names, functions, strict=True))
+        with patch.multiple(stage3.DeepSpeedZeroOptimizer_Stage3, **replaced), patch("torch.optim.AdamW.step", watch):
+            for seed in range(2):
+                accumulate(engine, seed)
+                engine.optimizer.clip_grad = engine.gradient_norm() / 3
+                engine.step(1e-2)
+        results.append((in_buffer, engine.shards.masters(), engine.shards.optimizer_state("exp_avg_sq")))
+    (theirs, *expected), (ours, *updated) = results
+    pairs[0][0].close()
+    both = [(torch.cat(a), torch.cat(b)) for a, b in zip(updated, expected, strict=True)]
+    close = [float((a - b).abs().max()) < 1e-6 * float(b.abs().max()) for a, b in both]
+    return not all(theirs) and all(ours) and all(close)  # DeepSpeed copies where a sub-group has several parameters
+
+
 CHECKS: list[Callable[[Engine], bool]] = [
     the_shard_is_the_cast_of_the_master,
     a_changed_shard_is_read_only_after_the_cache_is_emptied,
@@ -147,6 +181,7 @@ CHECKS: list[Callable[[Engine], bool]] = [
     muons_functions_are_not_compiled,
     a_backward_starts_no_program_to_count_devices,
     norms_are_taken_in_the_dtype_of_a_global,
+    an_update_reads_the_gradient_in_its_buffer_and_clips_it,
 ]
 
 

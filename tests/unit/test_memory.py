@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from tests.helpers import tiny
 from tests.helpers.recipes import smallest_recipe
@@ -64,7 +63,6 @@ def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes:
 
 SMALL, SMALL_LORA = make_shape(2, 1024, 16, 3072, tied=True), LoraConfig(rank=8, alpha=8)
 SMALL_VOCABULARY = make_shape(2, 1024, 16, 3072, tied=True, vocabulary=512)
-SUB_GROUP_SIZE = DeepSpeedZeroConfig().sub_group_size
 
 
 def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
@@ -119,7 +117,7 @@ def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
     assert few.phases["probe"] == {
         "direction before it is factorized": few.persistent["parameters"], "matrices that are factorized": in_fp32
     }  # fmt: skip
-    assert few.peak_phase == "probe" and few.phases["step"] == {"gradients of the update": 4 * SUB_GROUP_SIZE}
+    assert few.peak_phase == "probe" and few.phases["step"] == {}
     few_tokens = replace(FULL, probe_rank=64, num_ranks=1, probe_tokens=8)
     in_a_layer = estimate_memory(SMALL_VOCABULARY, few_tokens).phases["probe"]
     assert in_a_layer["matrices that are factorized"] == 4 * SMALL_VOCABULARY.layer_parameters

@@ -26,7 +26,9 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups
+from torch import Tensor
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
@@ -39,6 +41,8 @@ with without_compiler():
 DEEPSPEED_WAIT = AllGatherCoalescedHandle.wait  # which `copy_gathered_parameters` replaces; tests compare the two
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 _DEEPSPEED_GATHER = getattr(PartitionedParameterCoordinator, _GATHER)
+DEEPSPEED_PREPARE = DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group
+DEEPSPEED_CLIP = DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads
 
 _process_group: torch.distributed.ProcessGroup | None = None
 """The default process group for which DeepSpeed was last initialized."""
@@ -63,6 +67,8 @@ def start_deepspeed() -> None:
         stage3.get_norm_dtype = lambda: torch.float32
     AllGatherCoalescedHandle.wait = copy_gathered_parameters
     setattr(PartitionedParameterCoordinator, _GATHER, gather_in_order)
+    DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group = update_from_buffer
+    DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads = clip_in_update
     # For reductions and hierarchical partitioning: DeepSpeed's would have PyTorch's timeout, not the recipe's.
     TorchBackend.new_group = lambda _, ranks: layout.make_group(ranks)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -74,6 +80,31 @@ def gather_in_order(coordinator: Any, params: Iterable[Any], forward: bool) -> N
     addresses: ranks would start the all-gathers of experts and of other parameters, on two communicators, in different
     orders, and NCCL may hang."""
     _DEEPSPEED_GATHER(coordinator, sorted(params, key=lambda parameter: parameter.ds_id), forward)
+
+
+def update_from_buffer(zero: DeepSpeedZeroOptimizer_Stage3, sub_group: int) -> None:
+    """Make the reduced gradient of a sub-group that of its master weights, for the update. DeepSpeed 0.19.8
+    concatenates the parameters' parts, which follow each other in `grad_partitions_flat_buffer`: 8 bytes of memory
+    traffic for each parameter, and a copy."""
+    master, buffer = zero.fp32_partitioned_groups_flat[sub_group], zero.grad_partitions_flat_buffer
+    start = sum(other.numel() for other in zero.fp32_partitioned_groups_flat[:sub_group])
+    gradient = buffer[start : start + master.numel()]
+    if gradient.dtype != master.dtype or gradient.data_ptr() != zero.averaged_gradients[sub_group][0].data_ptr():
+        DEEPSPEED_PREPARE(zero, sub_group)
+        return
+    master.grad, zero.averaged_gradients[sub_group] = gradient, None
+
+
+def clip_in_update(zero: DeepSpeedZeroOptimizer_Stage3, sub_group: int, total_norm: Tensor) -> None:
+    """Clip a sub-group's gradient to `zero.clip_grad`: PyTorch's fused AdamW divides it by `grad_scale` as it reads it,
+    where DeepSpeed reads and writes it before. Other optimizers get it clipped."""
+    optimizer = zero.optimizer
+    is_fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
+    if not is_fused or zero.loss_scale != 1.0 or zero.torch_autocast_gradscaler or zero.offload_optimizer:
+        DEEPSPEED_CLIP(zero, sub_group, total_norm)
+        return
+    is_clipped = zero.clip_grad > 0.0
+    optimizer.grad_scale = ((total_norm + 1e-6) / zero.clip_grad).clamp(min=1.0).float() if is_clipped else None
 
 
 def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:

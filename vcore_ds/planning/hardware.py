@@ -144,7 +144,7 @@ class KernelTraffic:
     gate: tuple[float, float, float] = (6, 10, 10)
     loss: tuple[float, float] = (10, 6)  # of each logit: in a forward; in a backward that computes logits again
     adds_blocks: bool = False  # whether each block of logits adds to the embedding's gradient outside its GEMM
-    update: float = 52  # for each parameter of AdamW's update with clipping, beside writing the parameter
+    update: float = 40  # for each parameter of AdamW's update with clipping, beside writing the parameter
 
 
 EAGER = KernelTraffic((36, 88, 8), (20, 32, 4), (10, 22, 10), (52, 40), adds_blocks=True)

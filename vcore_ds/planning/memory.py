@@ -18,16 +18,13 @@ from vcore_ds.planning.settings import MemorySettings
 Phase = Literal["probe", "utility", "main", "step"]
 PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
 
-SUB_GROUP_NUMEL = 10**9
-"""Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
-
 MARGIN_BYTES = 2**30  # communicators and library workspaces
 MARGIN_SHARE = 0.05  # share of the estimate added for fragmentation and everything small
 
 COALESCING_SHARE = 0.05
 """Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
 
-_FP32, _INT64 = 4, 8
+_FP32, _FP64, _INT64 = 4, 8, 8
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,8 @@ def estimate_memory(
     if settings.utility_tokens:
         phases["utility"] = model.estimate_gradient_free_pass(settings.utility_tokens)
     phases["main"] = model.estimate_gradient_pass(settings.main_tokens, carries_tangents=settings.is_fused)
-    in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _divide(counts.trained, settings.num_ranks))
-    step = {"gradients of the update": _FP32 * in_update}
+    # The update reads the gradient where it was reduced (`engine.deepspeed_start.update_from_buffer`).
+    step = {} if settings.on_gpu or settings.offloads_optimizer else {"a gradient in fp64": model.estimate_norm()}
     if settings.optimizer == "muon":
         step["a matrix of Muon"] = _estimate_muon_workspace(shape, settings, copies=6, squares=3)
     phases["step"] = step
@@ -263,6 +260,12 @@ class _Model:
     def estimate_checkpoint(self, num_tokens: int) -> int:
         """Estimate the bytes of a layer's input."""
         return _divide(num_tokens, self.settings.tensor) * self.b * self.shape.hidden_size
+
+    def estimate_norm(self) -> int:
+        """Estimate the bytes of the largest parameter's gradient in fp64, of which DeepSpeed takes norms on CPUs."""
+        sizes, lora = [size for _, *size in self.shape.list_hidden_matrices()], self.settings.lora
+        numel = max(self.embedding, *map(math.prod, sizes)) if lora is None else lora.rank * max(map(max, sizes))
+        return _FP64 * _divide(numel, self.settings.num_ranks)
 
     # Parts of a pass. With tensor parallelism a rank holds its share of the tokens' hidden states between layers.
 
