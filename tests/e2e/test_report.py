@@ -239,7 +239,7 @@ def test_several_runs_are_shown_side_by_side(browser: "Browser", runs: Path) -> 
         values = [float(value) for value in re.findall(r"-?[\d.]+", text.split(":", 1)[1])]
         assert values == pytest.approx([2.5 / 3, 2 / 3, 1, 4 / 3], rel=1e-3)  # mean, lowest, highest; the other run
         assert page.locator("figure[data-chart=loss] polygon.band").count() == 1
-        differing = page.locator("#recipe tbody th").all_inner_texts()
+        differing = page.locator("#differences tbody th").all_inner_texts()
         assert "run.seed" in differing and "method.name" in differing and "run.output_dir" not in differing
         assert page.locator("#cost tbody th").all_inner_texts() == ["vcore_1", "vcore_2", "sft"]
         measure, run = find_control(page, "Colour by"), find_control(page, "Run")
