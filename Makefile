@@ -15,9 +15,9 @@ LONGER_UNITS := \
 	activation_offload attention cache chat check_command comparison_statistics data dropout estimators \
 	evaluation evaluation_server evaluation_tasks expert_parallelism export export_moe flash_tangent \
 	followed gradient_sum imports known_models language_model lora_linear megatron_configuration \
-	megatron_decoder memory model_folder model_shape one_process peak_memory plan_command \
+	megatron_decoder memory model_folder model_shape peak_memory plan_command \
 	power_law preflight prepare \
-	provider push report signals slurm_scripts stops store sweep weighted_files
+	provider push report signals slurm_scripts stops store sweep vcore_loss weighted_files
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart check test tests soak lint types docs gpu gpu8 .venv clean

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from vcore_ds.common import __version__ as __version__
 
 if TYPE_CHECKING:
-    from vcore_ds.commands.python_api import score, train
-    from vcore_ds.common.errors import UserError
-    from vcore_ds.engine.sharded import prepare_zero3
-    from vcore_ds.training.run import RunResult
-    from vcore_ds.utility.one_process import (
+    from vcore_ds.api.commands import score, train
+    from vcore_ds.api.vcore_loss import (
         ProbeDirection,
         VcoreLoss,
         gibbs_weights,
         probe_direction,
         token_utilities,
     )
+    from vcore_ds.common.errors import UserError
+    from vcore_ds.engine.sharded import prepare_zero3
+    from vcore_ds.training.run import RunResult
 
 __all__ = [
     "ProbeDirection",
@@ -37,16 +37,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ProbeDirection": "vcore_ds.utility.one_process",
+    "ProbeDirection": "vcore_ds.api.vcore_loss",
     "RunResult": "vcore_ds.training.run",
     "UserError": "vcore_ds.common.errors",
-    "VcoreLoss": "vcore_ds.utility.one_process",
-    "gibbs_weights": "vcore_ds.utility.one_process",
+    "VcoreLoss": "vcore_ds.api.vcore_loss",
+    "gibbs_weights": "vcore_ds.api.vcore_loss",
     "prepare_zero3": "vcore_ds.engine.sharded",
-    "probe_direction": "vcore_ds.utility.one_process",
-    "score": "vcore_ds.commands.python_api",
-    "token_utilities": "vcore_ds.utility.one_process",
-    "train": "vcore_ds.commands.python_api",
+    "probe_direction": "vcore_ds.api.vcore_loss",
+    "score": "vcore_ds.api.commands",
+    "token_utilities": "vcore_ds.api.vcore_loss",
+    "train": "vcore_ds.api.commands",
 }
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "-mvcore_ds" in "".join(sys.orig_argv):

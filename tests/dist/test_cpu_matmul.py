@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
-from vcore_ds.distributed import cpu_matmul
+from vcore_ds.models import cpu_matmul
 
 pytestmark = pytest.mark.dist
 

@@ -23,7 +23,7 @@ from tests.helpers.setups import TinySetup, write_first_layers
 from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.weightings import write_functions_of_page
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.report.tokens import IN_ANSWER, KIND, POSITION, TokenTexts, make_tables
+from vcore_ds.commands.tokens import IN_ANSWER, KIND, POSITION, TokenTexts, make_tables
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.training.token_records import read_records

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.report.page import Table, format_number
+from vcore_ds.commands.page import Table, format_number
 from vcore_ds.common.statistics import cell, paired
 from vcore_ds.config.method_section import MethodConfig
 

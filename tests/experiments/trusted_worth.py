@@ -28,7 +28,7 @@ from tests.experiments.settings import read_results
 from tests.experiments.task import measure_trace_separation
 from tests.helpers.commands import REPOSITORY
 from vcore_ds import probe_direction, token_utilities
-from vcore_ds.commands.report.page import Table
+from vcore_ds.commands.page import Table
 from vcore_ds.common.statistics import cell, paired
 from vcore_ds.data.answers import final_answer
 

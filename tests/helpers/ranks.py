@@ -98,8 +98,9 @@ def _run_rank(
     try:
         import torch
 
+        from vcore_ds.config.sections import EngineConfig, ParallelConfig
         from vcore_ds.distributed.device import uses_gpu
-        from vcore_ds.distributed.process_group import start_process_group
+        from vcore_ds.training.setup import start_ranks
 
         if uses_gpu():  # a simulated GPU
             torch.cuda.set_device(rank)
@@ -110,7 +111,7 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(minutes=10),
         )
-        start_process_group(timeout_minutes=10)
+        start_ranks(EngineConfig(timeout_minutes=10), ParallelConfig())
         result = function(*arguments)
         Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     except BaseException:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.distributed import cpu_matmul
+from vcore_ds.models import cpu_matmul
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)

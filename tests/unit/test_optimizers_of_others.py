@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 import vcore_ds
 from tests.helpers import tiny
-from tests.unit.test_one_process import Model, compute_losses, make_batches, make_model
+from tests.unit.test_vcore_loss import Model, compute_losses, make_batches, make_model
 
 BATCHES = make_batches()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.commands.sweep.results import D, Laws, N, find_best, fit_lines, group_cells
+from vcore_ds.commands.report.sweep import D, Laws, N, find_best, fit_lines, group_cells
 from vcore_ds.commands.sweep.scaling import Fit, fit_laws
 from vcore_ds.config.schema import Recipe
 

@@ -17,7 +17,7 @@ from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.report.page import (
+from vcore_ds.commands.page import (
     FILES,
     NOTHING,
     SCRIPTS,

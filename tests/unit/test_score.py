@@ -14,10 +14,10 @@ from scipy.stats import rankdata, spearmanr
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
-from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.score import ScoreInputs, read_inputs
 from vcore_ds.commands.score.compute import describe_inputs
 from vcore_ds.commands.score.output import ENDS, ScoredSequence, ScoringPass, ShownTokens, encode_scored, write_results
+from vcore_ds.commands.tokens import TokenTexts
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
 from vcore_ds.config.schema import flat_values

@@ -16,9 +16,9 @@ from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import sums, write_conversations, write_model
 from tests.helpers.sweeps import finish_runs
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.report.sweep import OVERLAPS, ROSE, SettingRuns, find_best, judge_cells
 from vcore_ds.commands.sweep import begin_sweep, check_inputs, describe, run_here
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, Sweep, SweepFolder, load_sweep, read_sweep_folder
-from vcore_ds.commands.sweep.results import OVERLAPS, ROSE, SettingRuns, find_best, judge_cells
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.problems import RecipeError
 

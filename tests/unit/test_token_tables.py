@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tokenizer import make_tokenizer
-from vcore_ds.commands.report.tokens import KIND, KINDS, POSITION, SOURCE, Row, TokenTables, TokenTexts, make_tables
+from vcore_ds.commands.tokens import KIND, KINDS, POSITION, SOURCE, Row, TokenTables, TokenTexts, make_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.token_records import SequenceTokens, TokenRecord
 

@@ -15,7 +15,7 @@ from vcore_ds.common.text import count
 from vcore_ds.training.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
 if TYPE_CHECKING:
-    from vcore_ds.commands.report.page import Table
+    from vcore_ds.commands.page import Table
     from vcore_ds.common.statistics import Difference, Interval
 
 HELP = "whether one evaluation is better than another, beyond chance"
@@ -243,7 +243,7 @@ def describe(sides: Sides, results: Sequence[TaskComparison]) -> str:
 
 def _make_table(results: Sequence[TaskComparison]) -> "Table":
     """The sides on a task, with their paired differences from the first."""
-    from vcore_ds.commands.report.page import Table
+    from vcore_ds.commands.page import Table
 
     first, *_ = results
     has_seeds = first.num_seeds > 1

@@ -13,9 +13,9 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from vcore_ds.commands.named_model import NamedModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import read_json
-from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.causal_lm import load_causal_lm
+from vcore_ds.models.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.models.lora import add_trained_adapter
 from vcore_ds.models.model_folder import find_end_tokens
 

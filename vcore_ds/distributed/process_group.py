@@ -15,7 +15,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from vcore_ds.common.errors import RunFailed, UserError, first_line
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import local_rank, num_local_ranks, use_local_compile_caches, uses_gpu
 from vcore_ds.distributed.network import choose_gloo_interface, node_name
 
@@ -34,10 +33,10 @@ _variables_before: dict[str, str | None] = {}
 
 def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Join the process group of the launcher's environment, or create one of a single process, and make the device
-    mesh; keeps an existing group. Also gives each rank its share of the cores, on GPUs local folders for compiled
-    kernels, and on CPUs fast matrix multiplications. A collective that takes longer than `timeout_minutes` raises an
-    error instead of hanging. Raises UserError if a parallel size does not divide the world size, the port is
-    taken or an environment variable has an invalid value, RunFailed if the ranks do not meet."""
+    mesh; keeps an existing group. Also gives each rank its share of the cores, and on GPUs local folders for compiled
+    kernels. A collective that takes longer than `timeout_minutes` raises an error instead of hanging. Raises UserError
+    if a parallel size does not divide the world size, the port is taken or an environment variable has an invalid
+    value, RunFailed if the ranks do not meet."""
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     share_cores_among_ranks()
@@ -46,8 +45,6 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
         # NCCL 2.26 and newer runs the kernels of all communicators in the order in which the host starts them, the same
         # on all ranks. By default kernels on several streams may wait for each other on two GPUs.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    else:
-        use_fast_cpu_matmul()
     global _created_group
     is_new = not dist.is_initialized()
     if is_new:

@@ -19,7 +19,6 @@ from vcore_ds.data.dataset import Dataset, KeptDataset, find_token_store
 from vcore_ds.data.prepare.sources import check_inputs
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.cpu_matmul import computes_in_fp32
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.position import mark
 from vcore_ds.distributed.process_group import run_on_first_rank
@@ -27,6 +26,7 @@ from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import check_architecture, count_parameters
+from vcore_ds.models.cpu_matmul import computes_in_fp32
 from vcore_ds.models.model_folder import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config

@@ -177,7 +177,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     """Describe command, versions, commit and devices, as needed to repeat a run."""
     import torch  # takes seconds, and `vcore-ds check` only checks the folder
 
-    from vcore_ds.distributed.cpu_matmul import computes_in_fp32
+    from vcore_ds.models.cpu_matmul import computes_in_fp32
 
     # Like `distributed.device.uses_gpu`, but without its error.
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()

@@ -10,12 +10,13 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import EngineConfig, ParallelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
+from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes, uses_gpu
 from vcore_ds.distributed.process_group import run_on_first_rank, run_on_ranks_in_turn, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.sharded_loading import load_sharded, partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.models.description import DTYPES, read_model
 from vcore_ds.models.dual_tensors import has_fp8_units
 from vcore_ds.models.lora import add_lora, load_adapter
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def start_ranks(engine: EngineConfig, parallel: ParallelConfig) -> None:
-    """Join the process group, see `start_process_group`. A collective."""
+    """Join the process group, see `start_process_group`, with fast matrix multiplications on CPUs. A collective."""
+    if not uses_gpu():
+        use_fast_cpu_matmul()
     start_process_group(engine.timeout_minutes, parallel.tensor, parallel.expert)
 
 

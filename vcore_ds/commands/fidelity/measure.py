@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from vcore_ds.commands.fidelity import JSON_NAME
-from vcore_ds.commands.report.page import Table
+from vcore_ds.commands.page import Table
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.random_streams import Stream, generator

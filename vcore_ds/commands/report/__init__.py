@@ -58,8 +58,8 @@ def write_report(
     folder or hub id `tokenizer_path`. Raises UserError where a folder holds no run or a damaged one, or a file
     cannot be written."""
     from vcore_ds.commands.report.runs import read_runs, write_pictures
+    from vcore_ds.commands.report.sweep import sweep_markdown, sweep_section, sweep_text
     from vcore_ds.commands.report.tables import make_page
-    from vcore_ds.commands.sweep.results import sweep_markdown, sweep_section, sweep_text
     from vcore_ds.common.paths import write_text, writing
 
     sections, title, markdown = [], None, None

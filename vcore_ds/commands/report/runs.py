@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, make_tables
+from vcore_ds.commands.tokens import TokenTables, TokenTexts, make_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
 from vcore_ds.common.text import COLOURS, check_matplotlib, new_figure

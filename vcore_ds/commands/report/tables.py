@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.report.page import (
+from vcore_ds.commands.page import (
     NOTHING,
     Bars,
     Block,
@@ -16,14 +16,14 @@ from vcore_ds.commands.report.page import (
     Fold,
     Notes,
     Page,
+    PageSection,
     PageTrace,
-    Section,
     Table,
     encode_traces,
     format_number,
 )
 from vcore_ds.commands.report.runs import ReportedRun, differences, group_runs, make_charts, show_value
-from vcore_ds.commands.report.tokens import KIND, POSITION, SOURCE, SOURCES, Row, TokenTables, TokenTexts
+from vcore_ds.commands.tokens import KIND, POSITION, SOURCE, SOURCES, Row, TokenTables, TokenTexts
 from vcore_ds.common.text import count, duration
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.training.token_records import SequenceTokens, TokenRecord
@@ -33,7 +33,9 @@ MOST_TOKENS = 1_600_000
 followed traces. Beyond it, complete sequences are omitted, with the same number of tokens kept in each record."""
 
 
-def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = None, has_traces: bool = True) -> Page:
+def make_page(
+    runs: Sequence[ReportedRun], *first: PageSection, title: str | None = None, has_traces: bool = True
+) -> Page:
     """Make the report of the runs, at least one; the sections `first` stand before its own, whose tables are then
     folded. `has_traces`: whether it holds the recorded tokens, which its text does not show."""
     names = [run.name for run in runs]
@@ -64,22 +66,22 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         Fold(f"environment.json of {run.name}", [Code(run.name, json.dumps(run.environment, indent=2))]) for run in runs
     ]
     movement: list[Block] = [ABOUT_MOVEMENT, Drawing("followed")]
-    over_run = [Section("movement", "The same tokens over the run", "Over the run", movement)]
+    over_run = [PageSection("movement", "The same tokens over the run", "Over the run", movement)]
     sections = [
-        Section("losses", "", "", [Drawing("losses-charts")], in_text=False),
-        Section("learnt", "", "", [results_table(runs), describe_results(runs)]),
-        *([Section("warnings", "", "Warnings", warnings)] if warnings else []),
-        *([Section("differences", "", "Differences", [differing])] if values else []),
+        PageSection("losses", "", "", [Drawing("losses-charts")], in_text=False),
+        PageSection("learnt", "", "", [results_table(runs), describe_results(runs)]),
+        *([PageSection("warnings", "", "Warnings", warnings)] if warnings else []),
+        *([PageSection("differences", "", "Differences", [differing])] if values else []),
         *(over_run if encoded["followed"] else []),
-        Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
-        Section("gained", "What gained and lost weight", "Gained and lost", compare_weights(runs)),
-        Section("map", "Utility against loss", "Utility and loss", [Drawing("density", [] if has_utilities else [
+        PageSection("traces", "Tokens trained on", "Tokens", [Drawing("viewer", missing)]),
+        PageSection("gained", "What gained and lost weight", "Gained and lost", compare_weights(runs)),
+        PageSection("map", "Utility against loss", "Utility and loss", [Drawing("density", [] if has_utilities else [
             "No utilities were recorded: the method does not use them."])], in_text=False),
-        Section("curves", "Curves", "Curves", [ABOUT_CURVES, Drawing("charts"), *(
+        PageSection("curves", "Curves", "Curves", [ABOUT_CURVES, Drawing("charts"), *(
             [f"Constant over the run: {'; '.join(constants)}."] if constants else [])], in_text=False),
-        Section("cost", "Time by phase", "Time", make_phases(runs)),
-        Section("recipe", "Recipe", "Recipe", recipes, in_text=False),
-        Section("environment", "Environment", "Environment", environments, in_text=False),
+        PageSection("cost", "Time by phase", "Time", make_phases(runs)),
+        PageSection("recipe", "Recipe", "Recipe", recipes, in_text=False),
+        PageSection("environment", "Environment", "Environment", environments, in_text=False),
     ]  # fmt: skip
     blobs = {f"{kind}-{i}": blob for kind, some in encoded.items() for i, (_, blob) in enumerate(some)}
     if first:  # a sweep, whose many runs have a column or a row each

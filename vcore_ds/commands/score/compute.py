@@ -40,6 +40,7 @@ from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_architecture, count_parameters
+from vcore_ds.models.cpu_matmul import measure_matmul_flops
 from vcore_ds.models.description import DTYPES
 from vcore_ds.models.model_identity import check_adapter_base, compute_model_digest
 from vcore_ds.planning.batch_layout import Utilization, summarize
@@ -378,12 +379,7 @@ def _find_cluster(precision: str) -> Cluster | None:
     if device().type == "cuda":
         gpu = find_gpu(torch.cuda.get_device_name(device()))
     else:
-        factor, seconds = torch.ones(1024, 1024, dtype=DTYPES[precision]), []
-        for _ in range(8):
-            start = time.process_time()  # of all threads; does not depend on other processes
-            factor @ factor
-            seconds.append(time.process_time() - start)
-        peak = torch.get_num_threads() * 2 * 1024**3 / min(seconds) / FAST.compute
+        peak = measure_matmul_flops(DTYPES[precision]) / FAST.compute
         gpu = Gpu("CPU", 0, peak, 20e9, CPU.node_bandwidth, CPU.network_bandwidth, attention_flops=CPU.flops)
     return None if gpu is None else Cluster(gpu, layout.size("job"), num_local_ranks())
 

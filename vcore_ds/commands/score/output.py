@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.commands.report.page import (
+from vcore_ds.commands.page import (
     NOTHING,
     Block,
     Drawing,
     Page,
+    PageSection,
     PageTrace,
-    Section,
     Table,
     encode_traces,
     format_number,
 )
-from vcore_ds.commands.report.tokens import TokenTexts
+from vcore_ds.commands.tokens import TokenTexts
 from vcore_ds.common.paths import flush, write_json, write_text
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import count
@@ -324,11 +324,11 @@ def write_page(folder: Path) -> Page:
     ends = [_ends_table(name, columns, shown, tokenizer) for name in scores.sets]
     drawn: list[Block] = [ABOUT_HISTOGRAMS, Drawing("histograms")]
     sections = [
-        Section("sets", "", "", [_sets_table(scores)]),
-        Section("distribution", "Distribution of the utility", "Distribution", drawn, in_text=False),
-        Section("sources", "By source", "Sources", [*fewer, sources]),
-        Section("ends", "The best and the worst traces", "", ends),
-        Section("traces", "Their tokens", "Traces", [Drawing("viewer")], in_text=False),
+        PageSection("sets", "", "", [_sets_table(scores)]),
+        PageSection("distribution", "Distribution of the utility", "Distribution", drawn, in_text=False),
+        PageSection("sources", "By source", "Sources", [*fewer, sources]),
+        PageSection("ends", "The best and the worst traces", "", ends),
+        PageSection("traces", "Their tokens", "Traces", [Drawing("viewer")], in_text=False),
     ]
     rank = f" (approximated: rank {scores.probe_rank})" if scores.probe_rank is not None else ""
     jacobian = f" times the Jacobian of {scores.direction.capitalize()}'s update" * (scores.direction != "sgd")

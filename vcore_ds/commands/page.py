@@ -20,7 +20,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from vcore_ds.commands.report.tokens import KINDS, UNIFORM_TOLERANCE, TokenSequence, TokenTexts
+from vcore_ds.commands.tokens import KINDS, UNIFORM_TOLERANCE, TokenSequence, TokenTexts
 from vcore_ds.common.text import align_columns, markdown_rows
 
 FILES = Path(__file__).parent / "page"
@@ -98,7 +98,7 @@ Block = str | Table | list[Table] | Fold | Notes | Code | Drawing | Bars
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of a page; `link` is its name in the list at the top."""
 
     id: str
@@ -118,7 +118,7 @@ class Page:
 
     title: str
     summary: str
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     data: Mapping[str, Any] = field(default_factory=dict)
     blobs: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Commands as functions, public through `vcore_ds`: `train` and `score`."""
+"""Commands as functions: `train` and `score`."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -18,12 +18,9 @@ from vcore_ds.training.run import train as run_training
 def train(recipe: str | Path, *fragments: str, **overrides: Any) -> RunResult:
     """Train a recipe, as `vcore-ds train`: in this process, or in each rank of a launcher. The same call resumes.
 
-    Args:
-        recipe: a YAML file or a shipped recipe.
-        fragments: merged over it, such as `methods/sft.yaml`.
-        overrides: sections with their keys, as in `method={"kl_budget": 0.05}, lora=None`.
-
-    Raises UserError before anything is written, for whatever the user can fix.
+    `recipe`: a YAML file or a shipped recipe. `fragments`: merged over it, such as `methods/sft.yaml`. `overrides`:
+    sections with their keys, as in `method={"kl_budget": 0.05}, lora=None`. Raises UserError before anything is
+    written, for whatever the user can fix.
     """
     with _preserved_random_state():
         return run_training(load_recipe(recipe, [*fragments, *list_overrides(overrides)]), says_next=False)
@@ -40,19 +37,10 @@ def score(
 ) -> Path:
     """Score training traces by their influence on trusted ones, as `vcore-ds score`. The same call resumes.
 
-    Args:
-        recipe: a recipe, or the folder of a run.
-        fragments: as in `train`.
-        overrides: as in `train`.
-        output: new folder.
-        sets: path of each trusted set by its name; None for `data={"probe_path": ...}`.
-        checkpoint: of a run; None for the newest.
-        all_tokens: also write the utilities of all tokens.
-
-    Returns:
-        `output`, whose files docs/scoring.md describes.
-
-    Raises UserError for whatever the user can fix.
+    `recipe`: a recipe, or the folder of a run. `fragments`, `overrides`: as in `train`. `output`: new folder. `sets`:
+    path of each trusted set by its name; None for `data={"probe_path": ...}`. `checkpoint`: of a run; None for the
+    newest. `all_tokens`: also write the utilities of all tokens. Returns `output`, whose files docs/scoring.md
+    describes. Raises UserError for whatever the user can fix.
     """
     words = [f"{name}={path}" for name, path in (sets or {}).items()]
     lines = [*fragments, *list_overrides(overrides)]

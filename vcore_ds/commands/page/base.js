@@ -68,7 +68,7 @@ function colour(place, isDiverging) {
   return `color-mix(in oklab, var(${end}) ${share.toFixed(1)}%, var(--middle))`;
 }
 
-// The tokens of traces, as commands/report/page.py packs them; `kind` is the key of their descriptions in the JSON.
+// The tokens of traces, as commands/page.py packs them; `kind` is the key of their descriptions in the JSON.
 async function unpack(kind, place) {
   const text = atob(document.getElementById(`${kind}-${place}`).textContent);
   const packed = new Uint8Array(text.length);

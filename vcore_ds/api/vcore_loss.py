@@ -1,5 +1,5 @@
 """Token utilities and VCORE's loss for any Hugging Face model in one process or its replicas, on the batches of other
-trainers: the passes of a run, without sharding. Public through `vcore_ds`."""
+trainers: the passes of a run, without sharding."""
 
 import math
 import weakref

@@ -9,6 +9,7 @@ call the operators listed here. Nothing is replaced on CPUs that have the instru
 """
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,17 @@ def use_fast_cpu_matmul() -> None:
     global _replaced
     if _replaced is None and computes_in_fp32():
         _replaced = _replace_kernels()
+
+
+def measure_matmul_flops(dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of eight square matrix multiplications, by the processor time of all threads, which does
+    not depend on other processes."""
+    factor, seconds = torch.ones(1024, 1024, dtype=dtype), []
+    for _ in range(8):
+        start = time.process_time()
+        factor @ factor
+        seconds.append(time.process_time() - start)
+    return torch.get_num_threads() * 2 * 1024**3 / min(seconds)
 
 
 def _types_without_instructions() -> set[torch.dtype]:

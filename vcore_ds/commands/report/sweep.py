@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.compare import format_p_value
-from vcore_ds.commands.report.page import NOTHING, Block, Drawing, Section, Table, format_number
+from vcore_ds.commands.page import NOTHING, Block, Drawing, PageSection, Table, format_number
 from vcore_ds.commands.report.runs import (
     Axis,
     Chart,
@@ -242,7 +242,7 @@ NOTE = (
 )
 
 
-def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
+def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> PageSection:
     """The section of a sweep: missing runs, pictures, the best cells, and all cells."""
     cells, x = group_cells(runs)
     titles = list(dict.fromkeys(title for one in cells for title in one.losses))
@@ -269,17 +269,17 @@ def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
         NOTE,
     ]
     data = {"sweep": {"lines": list(laws), "charts": [asdict(chart) for chart in charts]}}
-    return Section("sweep", "Sweep", "Sweep", blocks, in_text=False, data=data)
+    return PageSection("sweep", "Sweep", "Sweep", blocks, in_text=False, data=data)
 
 
-def sweep_markdown(sweep: SweepFolder, section: Section) -> str:
+def sweep_markdown(sweep: SweepFolder, section: PageSection) -> str:
     """The section without its pictures."""
     blocks = [block.markdown() if isinstance(block, Table) else block for block in section.blocks]
     texts = [block for block in blocks if isinstance(block, str) and block != ABOUT_CHARTS]
     return "\n\n".join([f"# Sweep {sweep.folder.resolve().name}", *texts]) + "\n"
 
 
-def sweep_text(section: Section) -> str:
+def sweep_text(section: PageSection) -> str:
     """The same for the screen."""
     return replace(section, blocks=[block for block in section.blocks if block != ABOUT_CHARTS]).text()
 
