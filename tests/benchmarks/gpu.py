@@ -136,11 +136,8 @@ def measure_steps(
     deepspeed_config: str = "zero3_bf16.json",
     profiles: Path | None = None,
 ) -> tuple[dict, dict]:
-    """Measure steps of the chosen methods, and fidelity.
-
-    Args:
-        profiles: folder for a profile of one more step of each method.
-    """
+    """Measure steps of the chosen methods, and fidelity. `profiles`: folder for a profile of one more step of each
+    method."""
     room = available_memory_bytes()
     needed = {name: estimate_peak_bytes(name, sizes, num_tokens, deepspeed_config) for name in chosen}
     measured: dict[str, Any] = {

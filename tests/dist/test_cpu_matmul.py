@@ -22,9 +22,6 @@ CASES = {
 BOUNDS = {"utilities": 0.08, "weights": 0.02, "alpha": 1e-3, "gradient": 0.03, "loss": 1e-3}
 """bf16 has 8 bits, a relative error of 0.004 for each rounding; a result has gone through several."""
 
-WITHOUT_THE_VARIABLE = ("lora, checkpointed",)
-"""Cases that are run a third time, with the kernels that are chosen where the variable is not set."""
-
 
 def run_cases(names: Sequence[str]) -> tuple[bool, dict[str, dict[str, float]]]:
     """Run cases; returns whether this rank's kernels are replaced, and the deviations."""
@@ -32,36 +29,24 @@ def run_cases(names: Sequence[str]) -> tuple[bool, dict[str, dict[str, float]]]:
 
 
 @pytest.fixture(scope="module")
-def deviations() -> dict[str | None, list[Any]]:
+def deviations() -> dict[str, list[Any]]:
     """Results of `run_cases` on each rank, by the value of the variable."""
     with pytest.MonkeyPatch.context() as patch:
-        results: dict[str | None, list[Any]] = {}
-        patch.delenv(cpu_matmul.VARIABLE, raising=False)
-        results[None] = run_ranks(run_cases, 2, WITHOUT_THE_VARIABLE)
+        results: dict[str, list[Any]] = {}
         for value in ("fp32", "native"):
             patch.setenv(cpu_matmul.VARIABLE, value)
             results[value] = run_ranks(run_cases, 2, tuple(CASES))
     return results
 
 
-def test_the_variable_chooses_the_kernels_on_every_rank(deviations: dict[str | None, list[Any]]) -> None:
+def test_the_variable_chooses_the_kernels_on_every_rank(deviations: dict[str, list[Any]]) -> None:
     assert [is_replaced for is_replaced, _ in deviations["fp32"]] == [True, True]
     assert [is_replaced for is_replaced, _ in deviations["native"]] == [False, False]
 
 
-def test_without_the_variable_the_cpu_chooses_the_kernels(
-    deviations: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(cpu_matmul.VARIABLE, raising=False)
-    expected = deviations["fp32" if cpu_matmul.computes_in_fp32() else "native"]
-    assert deviations[None] == [
-        (is_replaced, {name: by_case[name] for name in WITHOUT_THE_VARIABLE}) for is_replaced, by_case in expected
-    ]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_the_oracles_as_closely_as_with_pytorchs_kernels(
-    deviations: dict[str | None, list[Any]], name: str
+    deviations: dict[str, list[Any]], name: str
 ) -> None:
     for (_, ours), (_, native) in zip(deviations["fp32"], deviations["native"], strict=True):
         print({quantity: f"{ours[name][quantity]:.2e} {native[name][quantity]:.2e}" for quantity in BOUNDS})

@@ -47,8 +47,8 @@ class CountingRecorder(StepRecorder):
             self._hook.remove()
 
 
-def run_benchmark(folder: str) -> list[tuple[Any, dict[str, int]]]:
-    """Run it; returns the recipe and the forwards of each step."""
+def run_benchmark(folder: str) -> tuple[list[tuple[Any, dict[str, int]]], dict]:
+    """Run it; returns the recipe and the forwards of each step, and its steps where there is no memory."""
     steps, train_step = [], step_runs.train_step
 
     def train_and_count(engine: Engine, recipe: Any, *arguments: Any) -> Any:
@@ -61,21 +61,27 @@ def run_benchmark(folder: str) -> list[tuple[Any, dict[str, int]]]:
     sizes = ["--layers", "1", "--rounds", str(ROUNDS), "--packs", str(PACKS)]
     sys.argv = ["gpu", "--shape", "tiny", *sizes, "--output", folder]
     gpu.main()
-    return steps
-
-
-def measure_without_memory() -> dict:
     gpu.available_memory_bytes = lambda: 10**6
-    return gpu.measure_steps(gpu.SHAPES["tiny"], 128, 1, 1)[0]
+    return steps, gpu.measure_steps(gpu.SHAPES["tiny"], 128, 1, 1)[0]
 
 
-def test_the_benchmark_measures_every_method_and_writes_a_table(tmp_path: Path) -> None:
-    (steps,) = run_ranks(run_benchmark, 1, str(tmp_path))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benchmark")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> tuple[list[tuple[Any, dict[str, int]]], dict]:
+    return run_ranks(run_benchmark, 1, str(folder))[0]
+
+
+def test_the_benchmark_measures_every_method_and_writes_a_table(outcomes: tuple[Any, dict], folder: Path) -> None:
+    steps, _ = outcomes
     assert len(steps) == (ROUNDS + 1) * len(gpu.METHODS)
     for name in gpu.METHODS:
         counts = [forwards for recipe, forwards in steps if recipe == gpu.make_recipe(name)]
         assert counts == [FORWARDS[name]] * (ROUNDS + 1), name
-    results = json.loads((tmp_path / "gpu.json").read_text())
+    results = json.loads((folder / "gpu.json").read_text())
     assert list(results["steps"]) == list(gpu.METHODS)
     for name, row in results["steps"].items():
         assert row["seconds"] > 0 and row["tokens_per_second_per_rank"] > 0 and row["over_sft"] > 0, name
@@ -84,14 +90,14 @@ def test_the_benchmark_measures_every_method_and_writes_a_table(tmp_path: Path) 
         assert all(seconds >= 0 for seconds in parts)
     assert results["fidelity_in_bf16"]["spearman"] > 0.99
     assert {"date", "device", "versions", "commit"} <= set(results) and results["sizes"]["num_hidden_layers"] == 1
-    text = (tmp_path / "gpu.md").read_text()
+    text = (folder / "gpu.md").read_text()
     ways = ("plain forward", "with tangents, in blocks", "with tangents, beside the plain forward")
     assert all(results["attention"][way] > 0 for way in ways)
     assert all(f"| {name} | " in text for name in (*gpu.METHODS, *ways))
     assert results["date"] in text and "spearman" in text
 
 
-def test_methods_without_enough_memory_are_skipped_with_a_message() -> None:
-    (results,) = run_ranks(measure_without_memory, 1)
+def test_methods_without_enough_memory_are_skipped_with_a_message(outcomes: tuple[Any, dict]) -> None:
+    _, results = outcomes
     assert set(results) == set(gpu.METHODS)
     assert all("GiB by the estimate" in row["skipped"] for row in results.values())

@@ -29,7 +29,6 @@ from tests.helpers.commands import (
 )
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
-from tests.helpers.token_records import assert_same_records
 from vcore_ds.commands.cli import launch, main
 from vcore_ds.config.load import dump_recipe, load_recipe
 
@@ -63,9 +62,9 @@ def train(command: str, overrides: list[str], folder: Path, *, terminal: bool = 
     return Run(done.stdout, folder)
 
 
-def fork(arguments: list[str], folder: Path, *, num_ranks: int = 1) -> Run:
+def fork(arguments: list[str], folder: Path) -> Run:
     """Run `vcore-ds train` without a launcher."""
-    with ForkedJob(main, ["train", *arguments], folder.with_suffix(".log"), num_ranks=num_ranks) as job:
+    with ForkedJob(main, ["train", *arguments], folder.with_suffix(".log")) as job:
         assert job.wait() == 0, job.output
     return Run(job.output, folder)
 
@@ -169,17 +168,6 @@ def test_torchrun_on_two_ranks_gives_the_same_run(setup: TinySetup, bash_run: Ru
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
-def test_packs_on_two_ranks_give_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
-    folder = tmp_path / "run"
-    overrides = setup.overrides(folder, "batch.pack_tokens_per_rank=300", model=setup.tied)
-    run = fork([RECIPE, *overrides], folder, num_ranks=2)
-    assert "4 sequences a step on 2 ranks, in packs of at most 300 tokens" in run.output
-    assert check_folder(run, read_recipe(run)) == 2
-    assert assert_same_records(folder, bash_run.folder, num_sequences=4) == [1, 2]
-    check_model(run, setup, setup.tied)
-    assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
-
-
 def test_the_script_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     words = ["--recipe", "launch_scripts/recipes/qwen3_32b_math_lora.yaml"]
@@ -218,12 +206,8 @@ def test_sft_reports_validation_losses(setup: TinySetup, tmp_path: Path):
 
 
 def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), evaluated: Collection[int] = (2,)) -> int:
-    """Check a run's folder except for the exported model; returns the number of ranks.
-
-    Args:
-        also: additional keys of every line of metrics.jsonl.
-        evaluated: steps with a held-out loss.
-    """
+    """Check a run's folder except for the exported model; returns the number of ranks. `also`: additional keys of every
+    line of metrics.jsonl. `evaluated`: steps with a held-out loss."""
     assert (run.folder / "recipe.yaml").read_text() == dump_recipe(recipe)
     environment = read_environment(run)
     assert environment["packages"]["torch"] == torch.__version__

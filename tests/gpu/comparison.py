@@ -31,10 +31,7 @@ def read_cases(folder: Path, kind: str, device: str) -> dict[str, Any]:
 
 def compare_devices(folder: Path) -> tuple[list[str], list[str]]:
     """Return the lines of a table of all cases measured so far, and a sentence for each that is out of bounds.
-
-    Args:
-        folder: with the files of `tests.gpu.cases`.
-    """
+    `folder`: with the files of `tests.gpu.cases`."""
     lines, failures = [], []
     for kind in ("steps", "runs"):
         measured, references = (read_cases(folder, kind, device) for device in ("cuda", "cpu"))

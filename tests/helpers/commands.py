@@ -77,11 +77,8 @@ def run_command(
     line: str, *, timeout_seconds: float = HANG_SECONDS, terminal: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run `line` in the repository, as a shell with the virtual environment activated would; stdout includes stderr.
-
-    Args:
-        timeout_seconds: after which the command and its ranks are killed and AssertionError is raised.
-        terminal: whether to run on a pseudo-terminal, where the progress bar is drawn.
-    """
+    `timeout_seconds`: after which the command and its ranks are killed and AssertionError is raised. `terminal`:
+    whether to run on a pseudo-terminal, where the progress bar is drawn."""
     # A new pseudo-terminal has size 0, and a progress bar on it would be empty.
     words = ["script", "-qec", f"stty rows 50 cols 200; {line}", "/dev/null"] if terminal else shlex.split(line)
     process = subprocess.Popen(
@@ -119,12 +116,8 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS, *, every_seconds: float = 0.2
 ) -> None:
-    """Wait until `holds()` is true; raises AssertionError after the timeout.
-
-    Args:
-        what: name of the awaited event, for the message.
-        every_seconds: time between polls; longer if a poll starts programs, which would take much of a core.
-    """
+    """Wait until `holds()` is true; raises AssertionError after the timeout. `what`: name of the awaited event, for the
+    message. `every_seconds`: time between polls; longer if a poll starts programs, which would take much of a core."""
     deadline = time.monotonic() + timeout_seconds
     while not holds():
         assert time.monotonic() < deadline, f"no {what} after {timeout_seconds} s"

@@ -19,13 +19,9 @@ def write_answers(
     sampling: Mapping[str, Any] = SAMPLING,
     model: str | None = None,
 ) -> Path:
-    """Write an evaluation.
-
-    Args:
-        tasks: by name, whether each sample of each problem is right, `[problems, samples]`.
-        truncated: number of samples, the first of each task, that are truncated and have no answer.
-        model: path of the evaluated model; a path in `folder` by default.
-    """
+    """Write an evaluation. `tasks`: by name, whether each sample of each problem is right, `[problems, samples]`.
+    `truncated`: number of samples, the first of each task, that are truncated and have no answer. `model`: path of the
+    evaluated model; a path in `folder` by default."""
     folder.mkdir(parents=True)
     results = {}
     for name, correct in tasks.items():

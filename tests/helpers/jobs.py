@@ -73,10 +73,7 @@ class Job(AnyJob):
     """A launcher and its ranks, started by a command line."""
 
     def __init__(self, line: str, log: Path, **environment: str):
-        """Args:
-        line: as typed in a shell in the repository.
-        log: file for stdout and stderr.
-        """
+        """`line`: as typed in a shell in the repository. `log`: file for stdout and stderr."""
         super().__init__(line, log)
         self._seen: set[psutil.Process] = set()
         with open(log, "wb") as file:
@@ -130,11 +127,9 @@ class ForkedJob(AnyJob):
         rank_0_serves_store: bool = False,
         **environment: str,
     ):
-        """Args:
-        main: the command's function, at the top level of a module. Takes `arguments` and returns the exit code.
-        log: file for stdout and stderr.
-        rank_0_serves_store: whether rank 0 serves the store, as under the deepspeed launcher.
-        """
+        """`main`: the command's function, at the top level of a module. Takes `arguments` and returns the exit code.
+        `log`: file for stdout and stderr. `rank_0_serves_store`: whether rank 0 serves the store, as under the
+        deepspeed launcher."""
         super().__init__(" ".join(arguments), log)
         log.write_bytes(b"")
         shared = command_environment() | environment

@@ -62,10 +62,7 @@ def measure_drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) 
 
 def compare_with_hugging_face(config: PretrainedConfig, **options: bool) -> dict[str, float]:
     """Deviations of the losses, and of the gradient of their weighted sum, from those of the Hugging Face model.
-
-    Args:
-        options: options of `make_parallel_model`.
-    """
+    `options`: options of `make_parallel_model`."""
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -230,11 +230,9 @@ class Reference:
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None, base_measure="uniform", batch_kl_budget=None, probe_loss="uniform",
              followed=None, followed_kept=None, kl_weight=0.0, min_probability=None):  # fmt: skip
-        """Args:
-        kept: for each row, `[n_i]`: a mask for method `random`, factors of the losses for `stored`.
-        groups: the rows of each micro-batch, if every micro-batch has a separate alpha.
-        followed: rows that are measured after the update, along the step's direction, see `measured`.
-        """
+        """`kept`: for each row, `[n_i]`: a mask for method `random`, factors of the losses for `stored`. `groups`: the
+        rows of each micro-batch, if every micro-batch has a separate alpha. `followed`: rows that are measured after
+        the update, along the step's direction, see `measured`."""
 
         def counts(batch):
             return (batch.labels[:, 1:] != -100).sum(1)

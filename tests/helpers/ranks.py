@@ -30,10 +30,8 @@ def run_ranks(
     The imports, 10 s of CPU time, are made once per calling process, by a server from which ranks are forked. Engines
     take time to start, so put many checks into one function.
 
-    Args:
-        function: at the top level of a module, since each rank imports it.
-        start: `fork` if this process has already imported everything, in its special way.
-    """
+    `function`: at the top level of a module, since each rank imports it. `start`: `fork` if this process has already
+    imported everything, in its special way."""
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
     context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
     processes = [

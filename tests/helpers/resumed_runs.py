@@ -34,12 +34,8 @@ class Stopped(Exception):
 
 @contextmanager
 def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -> Iterator[None]:
-    """Make runs inside the block save after these steps and after the last one.
-
-    Args:
-        stop: whether they raise `Stopped` at the last of these steps.
-        killed: folder for a copy of the files that a kill at that moment would leave.
-    """
+    """Make runs inside the block save after these steps and after the last one. `stop`: whether they raise `Stopped` at
+    the last of these steps. `killed`: folder for a copy of the files that a kill at that moment would leave."""
     is_due, save, build_engine = Checkpoints.is_due, Checkpoints.save, run.build_engine
     engines = []
 

@@ -29,14 +29,10 @@ def write_scores_folder(
     sources: Sequence[str] | None = None,
     rows: Sequence[int] | None = None,
 ) -> Path:
-    """Write a folder as `vcore-ds score` would, with the given mean utilities.
-
-    Args:
-        means: by name of the trusted set, a mean utility for each sequence of the store. A sequence's sum is its mean
-            times its number of supervised tokens, and its tokens' utilities are spread around the mean.
-        sources: file of each sequence; None for a single file.
-        rows: row of each sequence in its file; None for its index in the store.
-    """
+    """Write a folder as `vcore-ds score` would, with the given mean utilities. `means`: by name of the trusted set, a
+    mean utility for each sequence of the store. A sequence's sum is its mean times its number of supervised tokens, and
+    its tokens' utilities are spread around the mean. `sources`: file of each sequence; None for a single file. `rows`:
+    row of each sequence in its file; None for its index in the store."""
     folder.mkdir(parents=True)
     numbers = np.asarray(store.num_supervised_tokens, dtype=np.int64)
     columns: dict[str, Any] = {

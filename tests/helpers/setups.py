@@ -74,11 +74,8 @@ def write_deepspeed_config(
     offloaded: Sequence[str] = (),
     pin_memory: bool = False,
 ) -> Path:
-    """Write a small ZeRO-3 configuration without the keys that a recipe sets.
-
-    Args:
-        offloaded: sections such as `offload_optimizer`, for states that are kept in host memory.
-    """
+    """Write a small ZeRO-3 configuration without the keys that a recipe sets. `offloaded`: sections such as
+    `offload_optimizer`, for states that are kept in host memory."""
     config = tiny.deepspeed_config(bf16=bf16, persistence_threshold=persistence_threshold)
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
         del config[key]

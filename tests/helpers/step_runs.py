@@ -54,11 +54,8 @@ def make_engine(
 
 def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, packed: bool = False) -> list[Batch]:
     """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches when they run out.
-
-    Args:
-        sequence_parallel: number of ranks that share a sequence or pack.
-        packed: whether the sequences of a micro-batch are one pack.
-    """
+    `sequence_parallel`: number of ranks that share a sequence or pack. `packed`: whether the sequences of a micro-batch
+    are one pack."""
     k = sequence_parallel
     indices = list(range(layout.rank("data", k), batch.num_sequences, layout.size("data", k)))
     most = -(-batch.num_sequences // layout.size("data", k))

@@ -52,13 +52,9 @@ _MOE_KINDS: dict[str, dict[str, Any]] = {
 def moe_model(
     kind: str = "qwen3_moe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """An MoE model with two experts per token.
-
-    Args:
-        kind: `qwen3_moe`, six experts, the first layer dense; `qwen3_moe, idle experts`, 64, most of them without a
-            token; `deepseek_v3`, with latent attention, groups of experts, a bias of its router and a shared expert; or
-            another model type, whose sizes are in `changes`.
-    """
+    """An MoE model with two experts per token. `kind`: `qwen3_moe`, six experts, the first layer dense; `qwen3_moe,
+    idle experts`, 64, most of them without a token; `deepseek_v3`, with latent attention, groups of experts, a bias of
+    its router and a shared expert; or another model type, whose sizes are in `changes`."""
     sizes = {**_MOE_SIZES, **_MOE_KINDS.get(kind, {}), **changes}
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[kind.partition(", ")[0]](**sizes, use_cache=False)

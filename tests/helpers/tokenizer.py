@@ -23,15 +23,10 @@ def make_tokenizer(
     end: str = "<|im_end|>",
     pad: str | None = "<|endoftext|>",
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer.
-
-    Args:
-        chat_template: None for a tokenizer without a chat template.
-        merges: pairs of pieces; each pair becomes a token too.
-        word_pattern: how text is cut into words before merging; None for the rule of GPT-2.
-        trim_offsets: whether a token's character offsets leave out its leading space.
-        begin, end, pad: special tokens for the beginning of a sequence, the end of a turn, and padding.
-    """
+    """A byte-level BPE tokenizer. `chat_template`: None for a tokenizer without a chat template. `merges`: pairs of
+    pieces; each pair becomes a token too. `word_pattern`: how text is cut into words before merging; None for the rule
+    of GPT-2. `trim_offsets`: whether a token's character offsets leave out its leading space. `begin`, `end`, `pad`:
+    special tokens for the beginning of a sequence, the end of a turn, and padding."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
     if word_pattern is None:

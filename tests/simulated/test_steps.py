@@ -65,28 +65,6 @@ SYNCHRONISING_STEPS = {name: CASES[name] for name in TESTED} | {
     "vcore, automatic epsilon": dict(method=VARIANCE, utility={"estimator": "finite_difference", "epsilon": "auto"}),
 }
 
-MOST_WAITS = {
-    "distributed/layout.py gather_objects: copy to the device": 2,
-    "distributed/layout.py gather_objects: copy to the host": 1,
-    "distributed/layout.py gather_objects: item": 2,
-    "distributed/layout.py norm_over: item": 2,
-    "distributed/layout.py sum_over: copy to the device": 7,
-    "distributed/layout.py sum_over: copy to the host": 7,
-    "training/weighting.py compute_log_probabilities: copy to the device": 4,
-    "engine/zero3.py num_updates: item": 2,
-    "engine/zero3.py step: item": 1,
-    "method/weights.py gibbs_weights: copy to the device": 4,
-    "training/step_metrics.py _now: synchronize": 10,
-    "training/step_metrics.py totals: copy to the host": 1,
-    "training/weighting.py sequence_factors: copy to the device": 1,
-    "training/weighting.py sequence_factors: copy to the host": 1,
-    "utility/direction.py _backward: copy to the device": 4,
-    "utility/direction.py _backward: item": 1,
-    "utility/estimators.py perturb_parameters: item": 1,
-}
-"""Host-device synchronisations in any of these steps, each of four micro-batches and four of the probe, at most, by the
-package's function. A function without an entry may not synchronise. Lower a number whenever a function needs fewer."""
-
 MOST_WAITS_PER_STEP = {
     "sft": 14,
     "sft, one reduction a step": 14,
@@ -104,7 +82,8 @@ MOST_WAITS_PER_STEP = {
     "vcore, separate passes": 35,
     "vcore, automatic epsilon": 38,
 }
-"""Host-device synchronisations in each step, at most."""
+"""Host-device synchronisations in each step, of four micro-batches and four of the probe, at most. Lower a number where
+a step needs fewer."""
 
 
 def count_waits(case: str) -> Counter[str]:
@@ -116,10 +95,6 @@ def count_waits(case: str) -> Counter[str]:
             run.take()
     # DeepSpeed's, some of which bound its memory, are counted in tests/dist/test_synchronisations.py.
     return Counter({place: number for place, number in waits.items() if not place.startswith("deepspeed/")})
-
-
-def find_excess(waits: Counter[str]) -> dict[str, int]:
-    return {place: number for place, number in waits.items() if number > MOST_WAITS.get(place, 0)}
 
 
 # ---- injected mistakes ----------------------------------------------------------------------------------------------
@@ -305,7 +280,6 @@ def test_a_step_equals_the_oracles(results: dict[str, Any], name: str) -> None:
 def test_a_step_synchronises_no_more_often_than_allowed(results: dict[str, Any], case: str) -> None:
     waits = results["waits"][case]
     print(case, waits.total(), dict(waits))
-    assert find_excess(waits) == {}
     assert waits.total() <= MOST_WAITS_PER_STEP[case]
 
 
@@ -318,6 +292,5 @@ def test_unwritten_memory_is_found(results: dict[str, Any]) -> None:
 
 
 def test_a_synchronisation_in_every_layer_is_found(results: dict[str, Any]) -> None:
-    assert find_excess(results["read"]) == {
-        "models/attention.py attend_with_graph: item": 16
-    }  # and in its recomputation
+    excess = results["read"] - results["waits"]["sft"]
+    assert excess == {"models/attention.py attend_with_graph: item": 16}  # and in its recomputation

@@ -57,11 +57,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Te
 
 def measure_error_in_roundings(result: Tensor, exact: Tensor, magnitude: Tensor, num_terms: int) -> float:
     """The largest error relative to one rounding plus a sum of `num_terms` in fp32; at most 1 without other errors.
-
-    Args:
-        exact: the result in fp64.
-        magnitude: that of the operands' absolute values, which bounds the rounding of the sum.
-    """
+    `exact`: the result in fp64. `magnitude`: that of the operands' absolute values, which bounds the rounding of the
+    sum."""
     if not result.numel():
         return 0.0
     information = torch.finfo(result.dtype)

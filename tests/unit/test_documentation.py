@@ -173,6 +173,13 @@ def test_files_and_names_of_the_documentation_exist() -> None:
     assert found["method.md"][1] > 40 and found["zero3.md"][1] > 20
 
 
+def test_tests_against_known_problems_exist() -> None:
+    page = (REPOSITORY / "tests" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:unit|dist|e2e|slurm)/test_\w+\.py)(?:::(\w+))?`", page)
+    sources = {file: (REPOSITORY / "tests" / file).read_text(encoding="utf-8") for file, _ in named}
+    assert len(named) > 35 and [test for file, test in named if test and f"\ndef {test}(" not in sources[file]] == []
+
+
 def test_pages_that_the_package_names_exist() -> None:
     named = set(re.findall(r"docs/[\w/-]+\.md", "".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))))
     assert len(named) > 5 and [name for name in named if not (REPOSITORY / name).is_file()] == []

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.gpu.comparison import compare_devices
-from tests.gpu.node import session as node_session
 from tests.gpu.node.session import choose_num_ranks, make_parts
 from tests.gpu.parts import PARTS, RESULTS, Part
 from tests.gpu.session import REPOSITORY, Run, Session, choose_parts, kill_with_children, make_environment
@@ -163,14 +162,6 @@ def test_a_node_uses_the_largest_power_of_two_of_its_gpus() -> None:
     assert [choose_num_ranks(number) for number in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 8, 8]
     assert [part.name for part in make_parts(8) if "steps" in part.name] == ["steps_8", "steps_4"]
     assert [part.name for part in make_parts(2) if "steps" in part.name] == ["steps_2"]
-
-
-def test_a_node_has_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds: list[float] = []
-    monkeypatch.setattr(sys, "argv", ["session", "--try", "cpu"])
-    monkeypatch.setattr(node_session, "run_session", lambda _, arguments, *__: seconds.append(arguments.seconds))
-    node_session.main()
-    assert seconds == [1800]
 
 
 def test_devices_are_compared_case_by_case(tmp_path: Path) -> None:

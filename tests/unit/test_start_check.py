@@ -67,13 +67,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def make(architecture: str, *, scale: float = 1.0, attention: str | None = None, **changes: object) -> TokenLossModel:
-    """Random weights, in training mode.
-
-    Args:
-        scale: of the output embedding, which makes random logits as large as trained ones.
-        attention: Hugging Face's name of a kernel; None for ours where it can take the model's place.
-        changes: of the configuration.
-    """
+    """Random weights, in training mode. `scale`: of the output embedding, which makes random logits as large as trained
+    ones. `attention`: Hugging Face's name of a kernel; None for ours where it can take the model's place. `changes`: of
+    the configuration."""
     config = CONFIG_MAPPING[architecture](
         **SIZES | dict(vocab_size=tiny.VOCABULARY, pad_token_id=0) | ARCHITECTURES.get(architecture, {}) | changes
     )

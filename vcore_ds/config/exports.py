@@ -122,22 +122,22 @@ def resolve_exports(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Replace a run or a checkpoint in model.path and lora.adapter by the folder of its exported weights, and add what
     only the adapter says to the values of a recipe, in place. Yields (key, message) where that is impossible."""
     for section, name, kind in (("model", "path", "model"), ("lora", "adapter", "adapter")):
-        part, own = values.get(section), dict[str, Any]()
+        part, stored = values.get(section), dict[str, Any]()
         if not isinstance(part, dict) or not isinstance(part.get(name), str):
             continue  # null, or reported by the validation
         written = os.path.expanduser(part[name])
         try:
             if found := find_export(written, f"{section}.{name}", kind):
-                part[name], own = str(found[0]), dict(iter_values(found[1]))
+                part[name], stored = str(found[0]), dict(iter_values(found[1]))
             # A resolved recipe says all of it, and its adapter may be gone.
             elif kind == "adapter" and (os.path.exists(written) or not part.keys() >= {"rank", "alpha"}):
-                own = describe_adapter(Path(written))
+                stored = describe_adapter(Path(written))
         except UserError as error:
             yield f"{section}.{name}", str(error)
-        if kind == "adapter" and own:
-            values["model"].setdefault("path", own["model.path"])
+        if kind == "adapter" and stored:
+            values["model"].setdefault("path", stored["model.path"])
             # Compared with the adapter's layers when its weights are read.
-            part.setdefault("target_modules", own["lora.target_modules"])
+            part.setdefault("target_modules", stored["lora.target_modules"])
             for key in ("lora.rank", "lora.alpha"):
-                if (value := part.setdefault(key[5:], own[key])) != own[key]:
-                    yield key, f"{key}: found {value}; expected {own[key]}, as lora.adapter has (or no such key)"
+                if (value := part.setdefault(key[5:], stored[key])) != stored[key]:
+                    yield key, f"{key}: found {value}; expected {stored[key]}, as lora.adapter has (or no such key)"

@@ -42,7 +42,7 @@ from vcore_ds.config.schema import (
     Recipe,
     is_section,
     iter_values,
-    list_broken_rules,
+    list_violations,
     section_class,
 )
 
@@ -209,14 +209,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         problems = list_problems(error, merged.values)
         if not breaks_rules(error):
-            problems += _list_broken_rules(merged.values, [keys[0] for keys, _ in problems])
+            problems += _list_violations(merged.values, [keys[0] for keys, _ in problems])
         merged.problems += [f"{merged.find_source(*keys)}: {keys[0]}: {text}" for keys, text in problems]
     if merged.problems:
         raise RecipeError(merged.problems)
     return recipe
 
 
-def _list_broken_rules(values: dict[str, Any], wrong: Iterable[str]) -> list[tuple[tuple[str, ...], str]]:
+def _list_violations(values: dict[str, Any], wrong: Iterable[str]) -> list[tuple[tuple[str, ...], str]]:
     """Rules over several keys that the valid ones break, with the others at their defaults."""
     wrong = {".".join(key.split(".")[:2]) for key in wrong}
     parts: dict[str, Any] = {"lora": None}
@@ -230,7 +230,7 @@ def _list_broken_rules(values: dict[str, Any], wrong: Iterable[str]) -> list[tup
             if is_section(f"{name}.{key}") and value is not None:
                 valid[key] = section_class(name, key).model_construct(**value)
         parts[name] = kind.model_construct(**valid)
-    rules = list_broken_rules(Recipe.model_construct(**parts))
+    rules = list_violations(Recipe.model_construct(**parts))
     return [rule for rule in rules if not wrong & {name for key in rule[0] for name in (key, key.partition(".")[0])}]
 
 

@@ -152,9 +152,11 @@ def read_function(written: str, options: Mapping[str, Any], folders: Sequence[Pa
     if unknown:
         expected = f"its value in method.options, or a parameter among {', '.join(known)}"
         raise ValueError(key, f"the parameter {unknown[0]}", expected, known)
-    own = [name for name in parameters if name not in known]
-    if foreign := [option for option in options if option not in own]:
-        raise ValueError("method.options", foreign[0], f"parameters of {name}: {', '.join(own) or 'none'}", own)
+    accepted = [name for name in parameters if name not in known]
+    if foreign := [option for option in options if option not in accepted]:
+        raise ValueError(
+            "method.options", foreign[0], f"parameters of {name}: {', '.join(accepted) or 'none'}", accepted
+        )
     inputs = [name for name in parameters if name in known]
     digest = hashlib.sha256(name.encode() + b"\0" + source).hexdigest()
     return {"function": f"{file}:{name}", "function_inputs": inputs, "function_digest": digest}

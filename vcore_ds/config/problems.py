@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import shorten
 from vcore_ds.config.data_section import WeightedPath
-from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, BrokenRules, section_class
+from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, RuleViolations, section_class
 
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
@@ -149,7 +149,7 @@ def nearest_keys(name: str) -> list[str]:
 
 def breaks_rules(error: ValidationError) -> bool:
     """Whether rules over several keys are broken; else single keys are wrong."""
-    return isinstance(error.errors(include_url=False)[0].get("ctx", {}).get("error"), BrokenRules)
+    return isinstance(error.errors(include_url=False)[0].get("ctx", {}).get("error"), RuleViolations)
 
 
 def list_problems(error: ValidationError, values: Any, *within: str) -> list[tuple[tuple[str, ...], str]]:

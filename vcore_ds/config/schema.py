@@ -13,7 +13,7 @@ from vcore_ds.config.data_section import DataConfig, KeepConfig
 from vcore_ds.config.method_section import MethodConfig
 
 
-class BrokenRules(ValueError):
+class RuleViolations(ValueError):
     """Rules over several keys that a recipe breaks: (dotted keys, `found ...; expected ...`), by their first key."""
 
     def __init__(self, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
@@ -41,8 +41,8 @@ class Recipe(sections.Section):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        if broken := list_broken_rules(self):
-            raise BrokenRules(broken)
+        if broken := list_violations(self):
+            raise RuleViolations(broken)
         return self
 
 
@@ -60,9 +60,9 @@ FOREIGN_KEYS = {"adamw": ("momentum",), "sgd": ("betas", "eps", "momentum"), "mu
 """optimizer.name -> keys of that section which only other optimizers have."""
 
 
-def list_broken_rules(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
+def list_violations(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
     """(dotted keys, `found ...; expected ...`) of each rule over several keys that the recipe breaks."""
-    broken = [(tuple(keys.split()), expected) for keys, expected in _broken_rules(recipe)]
+    broken = [(tuple(keys.split()), expected) for keys, expected in _iter_violations(recipe)]
     return [(keys, f"found {_show(recipe, keys)}; expected {text}") for keys, text in broken]
 
 
@@ -82,10 +82,10 @@ def _show(recipe: Recipe, keys: Sequence[str]) -> str:
 
 
 Rules = Iterator[tuple[str, str]]
-"""Broken rules: dotted keys, of which the message names the first, and what is expected."""
+"""Violated rules: dotted keys, of which the message names the first, and what is expected."""
 
 
-def _broken_rules(recipe: Recipe) -> Rules:
+def _iter_violations(recipe: Recipe) -> Rules:
     yield from _method_rules(recipe)
     if recipe.method.name in ("vcore", "custom"):
         yield from _weighting_rules(recipe)

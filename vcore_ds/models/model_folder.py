@@ -189,10 +189,10 @@ def read_end_tokens(path: str) -> list[int]:
 
 def add_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the ends of learned turns to generation_config.json in a model's folder, where it does not list them."""
-    own = read_end_tokens(str(folder))
-    if missing := [token for token in find_end_tokens(tokenizer) if token not in own]:
+    listed = read_end_tokens(str(folder))
+    if missing := [token for token in find_end_tokens(tokenizer) if token not in listed]:
         path = folder / GENERATION_CONFIG_NAME
-        settings = (_read_object(path) if path.is_file() else {}) | {"eos_token_id": own + missing}
+        settings = (_read_object(path) if path.is_file() else {}) | {"eos_token_id": listed + missing}
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -208,10 +208,10 @@ def describe_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> list[s
     """Say, in a line of the start screen, where learned turns end otherwise than the answers of the model at `path`."""
     if not tokenizer.chat_template:
         return []
-    ends, own = find_end_tokens(tokenizer), read_end_tokens(path)
+    ends, listed = find_end_tokens(tokenizer), read_end_tokens(path)
     if not ends:
         return ["End of turn:  none is learned: the chat template writes no special token there"]
-    if missing := [token for token in ends if token not in own]:
+    if missing := [token for token in ends if token not in listed]:
         names = " and ".join(map(str, tokenizer.convert_ids_to_tokens(missing)))
         return [f"End of turn:  {names}, added to the model's end tokens in chat, eval and generation_config.json"]
     return []

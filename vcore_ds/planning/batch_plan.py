@@ -163,8 +163,8 @@ class BatchPlan:
     @property
     def shares_forwards(self) -> bool:
         """Whether several sequences may share a forward."""
-        own = (self.probe_micro_batch_size_per_rank, self.utility_micro_batch_size_per_rank)
-        return self.is_packed or any(size != 1 for size in (self.micro_batch_size_per_rank, *own))
+        other_sizes = (self.probe_micro_batch_size_per_rank, self.utility_micro_batch_size_per_rank)
+        return self.is_packed or any(size != 1 for size in (self.micro_batch_size_per_rank, *other_sizes))
 
     @property
     def may_pack(self) -> bool:

@@ -1,6 +1,9 @@
 """Output of rank 0: a progress bar on a terminal, plain lines in a log file. Other ranks print nothing."""
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vcore_ds.common.text import Progress, duration, gib
@@ -8,9 +11,12 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.distributed import layout
 
-notes: list[str] = []  # details for start.txt of the run that starts, in order
+_notes = logging.getLogger("vcore_ds.start")  # details of a run's start, which `collecting_notes` takes
+_notes.setLevel(logging.INFO)
+_notes.propagate = False
+_notes.addHandler(logging.NullHandler())
 
-_steps: Progress | None = None  # the bar of the training steps, on a terminal
+_steps: Progress | None = None  # the bar of the training steps: a process has one terminal
 
 
 def say(text: str) -> None:
@@ -31,9 +37,30 @@ def warn(text: str) -> None:
     say(f"warning: {text}")
 
 
+class _Collector(logging.Handler):
+    def __init__(self, texts: list[str]):
+        super().__init__()
+        self._texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+
+@contextmanager
+def collecting_notes() -> Iterator[list[str]]:
+    """A context with the texts of `note` in it, in order: for start.txt of the run that starts."""
+    texts: list[str] = []
+    collector = _Collector(texts)
+    _notes.addHandler(collector)
+    try:
+        yield texts
+    finally:
+        _notes.removeHandler(collector)
+
+
 def note(text: str) -> None:
-    """Keep a detail for start.txt in the run's folder."""
-    notes.append(text)
+    """Note a detail for start.txt in the run's folder; commands without such a folder drop it."""
+    _notes.info("%s", text)
 
 
 def progress(title: str, total: float) -> Progress:

@@ -84,8 +84,8 @@ def find_evaluations(run: Path, result: Path) -> dict[Path, Evaluation]:
     """Find the finished evaluations of a run's result, by the digest of its weights, by folder: RUN/evaluation first,
     then those in and beside the run's folder and in the working directory, up to two folders deep. Raises UserError
     where that in RUN/evaluation is damaged."""
-    own = run / RUN_EVALUATION
-    evaluations = {own: read_evaluation(own)} if (own / EVALUATION).is_file() else {}
+    default = run / RUN_EVALUATION
+    evaluations = {default: read_evaluation(default)} if (default / EVALUATION).is_file() else {}
     places = dict.fromkeys([run.resolve().parent, Path.cwd()])
     # `glob` passes over folders that vanish or cannot be read, unlike `Path.glob`.
     patterns = [f"{depth}/{EVALUATION}" for depth in ("*", "*/*")]
@@ -94,7 +94,7 @@ def find_evaluations(run: Path, result: Path) -> dict[Path, Evaluation]:
     for path in dict.fromkeys(paths):
         with suppress(UserError, OSError):  # damaged, or of another version: the run is none the worse
             evaluation = read_evaluation(path.parent)
-            if (recorded := evaluation.model.get("digest")) is not None and path.parent != own.resolve():
+            if (recorded := evaluation.model.get("digest")) is not None and path.parent != default.resolve():
                 digest = digest or compute_weights_digest(result)
                 if recorded == digest:
                     evaluations[path.parent] = evaluation

@@ -111,8 +111,13 @@ def read_matching_kept(keep: KeepConfig, store: Store, model: str, adapter: str 
         with reading("lora.adapter", Path(adapter), "a trained adapter"):
             adapter_digest = compute_file_digest(Path(adapter, ADAPTER_WEIGHTS))
     if scores.checkpoints:
-        own = {adapter_digest or digest, read_card_metadata(Path(adapter or model, CARD)).get("checkpoint")}
-        exported = bool(own & {scores.result_digest, *(one.digest for one in scores.checkpoints)} - {None, ""})
+        digests_at_start = {
+            adapter_digest or digest,
+            read_card_metadata(Path(adapter or model, CARD)).get("checkpoint"),
+        }
+        exported = bool(
+            digests_at_start & {scores.result_digest, *(one.digest for one in scores.checkpoints)} - {None, ""}
+        )
     begins_alike = digest == scores.model_digest and adapter_digest == scores.adapter_digest
     if not (begins_alike or (exported and (adapter is None or digest == scores.model_digest))):
         begin = f"model.path {model} ({digest[:12]})" + (f" and lora.adapter {adapter}" if adapter is not None else "")

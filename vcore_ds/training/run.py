@@ -1,7 +1,7 @@
 """A run from start to end: lock and resume, data, engine, train, result."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,19 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
 
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
-    console.notes.clear()
-    check_function(recipe.method, device())
-    settings = derive_plan_settings(recipe)
-    plan = plan_ranks(settings)
-    ds_config = deepspeed_config(settings, plan)
-    opened = open_run(recipe, plan, lock, resumes)
-    available = find_available_memory()
-    memory = describe_start(recipe, opened, settings, ds_config, available)
-    check_memory(memory, available, recipe.engine)
-    tokenizer = opened.reader.tokenizer
-    run_on_first_rank(lambda: check_export(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer))
-    with advising_on_memory(memory):
-        return run_opened(recipe, opened, lock, settings, ds_config, memory)
+    with console.collecting_notes() as notes:
+        check_function(recipe.method, device())
+        settings = derive_plan_settings(recipe)
+        plan = plan_ranks(settings)
+        ds_config = deepspeed_config(settings, plan)
+        opened = open_run(recipe, plan, lock, resumes)
+        available = find_available_memory()
+        memory = describe_start(recipe, opened, settings, ds_config, available)
+        check_memory(memory, available, recipe.engine)
+        tokenizer = opened.reader.tokenizer
+        run_on_first_rank(lambda: check_export(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer))
+        with advising_on_memory(memory):
+            return run_opened(recipe, opened, lock, settings, ds_config, memory, notes)
 
 
 def run_opened(
@@ -122,8 +122,9 @@ def run_opened(
     settings: PlanSettings,
     ds_config: dict[str, Any],
     memory: MemoryPlan | None,
+    notes: Sequence[str],
 ) -> RunResult:
-    """Load the model, train and write the result. A collective."""
+    """Load the model, train and write the result. A collective. `notes`: on the start, to which checks add."""
     mark("loading the model", is_loading=True)
     engine = build_engine(settings, ds_config, None if memory is None else memory.settings.activations)
     # Computed now: the weights on disk may change before the first save.
@@ -131,7 +132,7 @@ def run_opened(
     frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(recipe.model.path, has_adapters=has_adapters))
     trainer = make_trainer(recipe, opened, engine, frozen_digest)
     passes = None if memory is None else derive_needed_passes(settings, memory.settings)
-    log, start = begin_folder(recipe, opened, lock, trainer, frozen_digest)
+    log, start = begin_folder(recipe, opened, lock, trainer, frozen_digest, notes)
 
     run = Run(
         recipe.run,
@@ -319,7 +320,12 @@ def make_trainer(recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_diges
 
 
 def begin_folder(
-    recipe: Recipe, opened: OpenedRun, lock: RunLock, trainer: Trainer, frozen_digest: str | None
+    recipe: Recipe,
+    opened: OpenedRun,
+    lock: RunLock,
+    trainer: Trainer,
+    frozen_digest: str | None,
+    notes: Sequence[str],
 ) -> tuple[MetricsLog | None, RunState]:
     """Write the first files of the run's folder, and validate a new run; return the metrics log, on rank 0, and the
     state of the run. A collective."""
@@ -334,7 +340,7 @@ def begin_folder(
             console.say(f"The run had finished and goes on: its earlier result is {path}")
     else:  # not earlier: every check comes before the first file
         run_on_first_rank(lambda: lock_run_folder(recipe, lock, False))
-    log = run_on_first_rank(lambda: open_log(recipe, opened))
+    log = run_on_first_rank(lambda: open_log(recipe, opened, notes))
     if opened.checkpoint is None:
         before = validate(trainer, opened.data)
         if log is not None:
@@ -359,11 +365,11 @@ def begin_folder(
     )
 
 
-def open_log(recipe: Recipe, opened: OpenedRun) -> MetricsLog:
+def open_log(recipe: Recipe, opened: OpenedRun, notes: Sequence[str]) -> MetricsLog:
     """Write recipe, environment and the notes on the start, and open the metrics log with its trackers. On rank 0."""
     folder, dataset = Path(recipe.run.output_dir), opened.data.feed.dataset
-    kept, notes = dataset.origin if isinstance(dataset, KeptDataset) else None, "\n".join(console.notes)
-    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept, notes)
+    kept, text = dataset.origin if isinstance(dataset, KeptDataset) else None, "\n".join(notes)
+    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept, text)
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
     if isinstance(dataset, KeptDataset) and dataset.held_out is not None:

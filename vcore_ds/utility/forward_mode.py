@@ -211,17 +211,17 @@ class _TangentGatherer:
         module.forward = forward
 
     def _run_with_duals(
-        self, needed: Sequence[int], own: int | None, readers: Sequence[nn.Module], forward: Callable[..., Any],
+        self, needed: Sequence[int], owned: int | None, readers: Sequence[nn.Module], forward: Callable[..., Any],
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a unit. `needed`: the groups of tangents that it reads; `own`: the one that it owns, after which the next
-        one is prefetched."""
+        """Run a unit. `needed`: the groups of tangents that it reads; `owned`: its group, after which the next one is
+        prefetched."""
         direction = self._direction
         for number in needed:
             is_prefetched, following = number in self._in_flight, number + 1
             gathers = self._in_flight.pop(number) if is_prefetched else direction.start_gather(number)
             self._gathered.update(direction.finish_gather(gathers))
-            if number == own and following < len(direction.groups) and following not in self._in_flight:
+            if number == owned and following < len(direction.groups) and following not in self._in_flight:
                 self._in_flight[following] = direction.start_gather(following)
         for module in readers:
             self._make_dual(module)

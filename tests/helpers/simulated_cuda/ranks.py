@@ -18,11 +18,8 @@ Launch = tuple[Callable[..., Any], int, tuple[Any, ...]]
 
 def run_simulated(library: Path, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """`run_ranks` in processes forked from a new one that has installed `library` as its device and then imported
-    everything: 10 s of CPU time, so put many checks into one function.
-
-    Args:
-        library: path from `tests.helpers.simulated_cuda.build.compile_device`.
-    """
+    everything: 10 s of CPU time, so put many checks into one function. `library`: path from
+    `tests.helpers.simulated_cuda.build.compile_device`."""
     return run_launches(library, [(function, world_size, arguments)])[0]
 
 
@@ -43,12 +40,8 @@ def run_launches(library: Path, launches: Sequence[Launch]) -> list[list[Any]]:
 
 
 def simulated_environment(library: Path, *, for_commands: bool = False) -> dict[str, str]:
-    """Environment variables of a process that loads `library`.
-
-    Args:
-        for_commands: whether every Python process below installs the device when it starts, so that launchers and
-            commands run on it as they are typed.
-    """
+    """Environment variables of a process that loads `library`. `for_commands`: whether every Python process below
+    installs the device when it starts, so that launchers and commands run on it as they are typed."""
     # Without the variables that keep all other tests on the CPU.
     environment = {name: x for name, x in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
     torch = importlib.util.find_spec("torch")

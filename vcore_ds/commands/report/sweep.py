@@ -79,21 +79,23 @@ def group_cells(runs: Sequence[ReportedRun]) -> tuple[list[SettingRuns], str]:
     x = max(candidates, key=lambda key: (len(numbers[key]), key == "optimizer.learning_rate"), default="")
     cells = []
     for number, (name, members) in enumerate(by_cell.items()):
-        own = {key: values[number] for key, values in settings.items()}
-        line = make_label({key: value for key, value in own.items() if key not in (x, *SIZE_KEYS)})
+        cell_settings = {key: values[number] for key, values in settings.items()}
+        line = make_label({key: value for key, value in cell_settings.items() if key not in (x, *SIZE_KEYS)})
         shape, _ = find_shape(members[0].recipe.model.path) or (None, "")
         places = {D: float(np.mean([run.total("supervised_tokens") for run in members]))}
         if shape and shape.hidden_size:
             places[N] = float(parameter_counts(shape).all)
-        if type(own.get(x)) in (int, float):
-            places[x] = own[x]
+        if type(cell_settings.get(x)) in (int, float):
+            places[x] = cell_settings[x]
         losses: dict[str, dict[int, float]] = {}
         rises: dict[str, list[float]] = {}
         for run in members:
             for title, (start, end) in _losses(run).items():
                 losses.setdefault(title, {})[run.recipe.run.seed] = end
                 rises.setdefault(title, []).extend([] if start is None else [end - start])
-        cells.append(SettingRuns(name, members, own, line or members[0].recipe.method.name, places, losses, rises))
+        cells.append(
+            SettingRuns(name, members, cell_settings, line or members[0].recipe.method.name, places, losses, rises)
+        )
     return cells, x
 
 
