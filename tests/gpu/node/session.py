@@ -96,6 +96,10 @@ def main() -> None:
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         device = f"{num_ranks} x CPU, torch {torch.__version__}, gloo"
     elif tried == "simulated":
+        if torch.version.cuda is not None:
+            sys.exit(
+                f"make gpu8: torch {torch.__version__} is built for CUDA; a simulated device needs a build for CPUs"
+            )
         cache = REPOSITORY / ".pytest_cache" / "d" / "simulated_cuda"
         cache.mkdir(parents=True, exist_ok=True)
         environment = simulated_environment(compile_device(cache), for_commands=True)
