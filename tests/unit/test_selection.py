@@ -26,17 +26,17 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.data.cache import find_or_make_store
-from vcore_ds.data.dataset import KeptDataset, select_positions
+from vcore_ds.data.dataset import KeptDataset
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.score_selection import read_matching_selection, read_selection, select_positions
 from vcore_ds.data.scores_folder import ScoredCheckpoint, read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.training.feed import DataReader
-from vcore_ds.training.kept_traces import read_kept, read_matching_kept
+from vcore_ds.training.feed import DataReader, identify_start
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
 SOURCES = np.array(list("aaaabbbb"))
@@ -103,7 +103,7 @@ def test_nodes_with_different_scores_are_refused(setup: Path, monkeypatch: pytes
 
 def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:
     keep = KeepConfig(scores=str(setup / "one"), top=0.25)
-    selection = read_matching_kept(keep, open_store(setup), str(setup / "model"))
+    selection = read_matching_selection(keep, open_store(setup), identify_start(str(setup / "model")))
     assert selection.positions.tolist() == [3, 4, 9]  # utilities 1, 2, 2
     assert selection.counts_by_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
     text = f"3 of 12 traces kept: the 25% with the highest mean utility for right ({setup / 'one'})"
@@ -112,11 +112,11 @@ def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:
     assert origin["set"] == "right" and origin["kept_of_source"] == {"a.jsonl": [2, 8], "b.jsonl": [1, 4]}
     assert len(origin["digest"]) == 64 and (origin["kept"], origin["traces"]) == (3, 12)
     # Sums favour long traces: of utility 1 and 2, rows 4 and 9 with five repetitions each, then row 8.
-    by_sum = read_kept(keep.model_copy(update={"by": "sum"}))
+    by_sum = read_selection(keep.model_copy(update={"by": "sum"}))
     numbers = np.array(open_store(setup).num_supervised_tokens)
     sums_of_traces = np.array([(i % 5 - 2) * numbers[i] for i in range(12)])
     assert by_sum.positions.tolist() == sorted(np.argsort(-sums_of_traces, kind="stable")[:3].tolist())
-    other_set = read_kept(KeepConfig(scores=str(setup / "both"), set="short", above=-2.5))
+    other_set = read_selection(KeepConfig(scores=str(setup / "both"), set="short", above=-2.5))
     assert other_set.positions.tolist() == [0, 1, 2]
     assert "mean utility for short above -2.5" in other_set.describe()
 
@@ -142,7 +142,7 @@ REFUSED = {
 @pytest.mark.parametrize(("folder", "keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_scores_that_keep_nothing_are_refused(setup: Path, folder: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        read_kept(KeepConfig(scores=str(setup / folder), **keys))
+        read_selection(KeepConfig(scores=str(setup / folder), **keys))
     assert "\n" not in str(error.value)
 
 
@@ -169,7 +169,7 @@ def test_scores_of_others_are_refused(
     write_scores(tmp_path / "x", replace(scores, data=replace(scores.data, **data), **changes))
     keep = KeepConfig(scores=str(tmp_path / "x"), top=0.5)
     with pytest.raises(UserError, match=message) as error:
-        read_matching_kept(keep, open_store(setup), str(setup / "model"))
+        read_matching_selection(keep, open_store(setup), identify_start(str(setup / "model")))
     assert "\n" not in str(error.value)
 
 
@@ -222,7 +222,7 @@ def test_a_run_begins_with_the_weights_that_were_scored_or_goes_on_from_them(
     keep, refused = KeepConfig(scores=str(tmp_path / "x"), top=0.5), []
     for name, start in starts.items():
         try:
-            origin = read_matching_kept(keep, open_store(setup), *start).origin()
+            origin = read_matching_selection(keep, open_store(setup), identify_start(*start)).origin()
         except UserError as error:
             assert "data.keep.scores: " in str(error)
             refused.append(name)
@@ -235,7 +235,7 @@ def test_a_run_begins_with_the_weights_that_were_scored_or_goes_on_from_them(
 def test_scores_that_are_not_finished_are_refused(setup: Path, tmp_path: Path) -> None:
     (tmp_path / "scores.unfinished").mkdir()
     with pytest.raises(UserError, match=r"data.keep.scores: .*has not finished \(scores.unfinished\)"):
-        read_kept(KeepConfig(scores=str(tmp_path / "scores"), top=0.5))
+        read_selection(KeepConfig(scores=str(tmp_path / "scores"), top=0.5))
 
 
 # ---- the recipe ----------------------------------------------------------------------------------------------------

@@ -131,10 +131,10 @@ def describe_lengths(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
     num_steps = with_num_steps(recipe, lengths).num_steps
     takes = "" if num_steps is None else f"; the run takes {count(num_steps, 'step')}"
     if recipe.data.keep is not None:
-        from vcore_ds.training.kept_traces import read_kept  # imports torch: seconds
+        from vcore_ds.data.score_selection import read_selection  # imports numpy
 
         if is_readable(recipe.data.keep.scores):
-            yield f"Training data: {read_kept(recipe.data.keep).describe()}{takes}"
+            yield f"Training data: {read_selection(recipe.data.keep).describe()}{takes}"
     elif lengths.sampled:
         yield f"Data: {lengths.source}{takes}"
 

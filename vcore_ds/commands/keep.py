@@ -18,7 +18,7 @@ from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.config.problems import RecipeError, list_problems
 
 if TYPE_CHECKING:
-    from vcore_ds.training.kept_traces import KeptTraces
+    from vcore_ds.data.score_selection import Selection
 
 HELP = "write the rows of the traces with the highest scores"
 DESCRIPTION = (
@@ -69,9 +69,9 @@ def main(arguments: argparse.Namespace) -> None:
     refuse_existing(output, NEW_FILE)
     origin = output.with_name(f"{output.name}.origin.json")  # not of `.`, which is refused
     refuse_existing(origin, NEW_FILE)
-    from vcore_ds.training.kept_traces import read_kept  # imports numpy and Arrow
+    from vcore_ds.data.score_selection import read_selection  # imports numpy
 
-    selection = read_kept(read_keep(arguments), name_argument)
+    selection = read_selection(read_keep(arguments), name_argument)
     scores = selection.scores
     with writing("--output", output, NEW_FILE):
         if weights is not None:
@@ -105,7 +105,7 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
         raise RecipeError(f"{name_argument(key.rpartition('.')[2])}: {text}" for (key,), text in problems) from None
 
 
-def kept_lines(selection: "KeptTraces") -> Iterator[str]:
+def kept_lines(selection: "Selection") -> Iterator[str]:
     """Yield the rows of the selected traces as JSON, by source, in the order of its rows. Raises UserError where a
     source is missing, has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
     from vcore_ds.common.text import Progress

@@ -10,8 +10,8 @@ import torch
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import Progress
 from vcore_ds.data import scores_folder
+from vcore_ds.data.score_selection import Selection
 from vcore_ds.method.weights import gibbs_weights, gibbs_weights_for_budget
-from vcore_ds.training.kept_traces import KeptTraces
 
 _SHARPNESS = re.compile(r"(kl_budget|temperature)=([0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _EXPECTED = "what vcore-ds score --tokens all writes there. Score again"
@@ -28,7 +28,7 @@ def parse_sharpness(text: str) -> tuple[str, float]:
     return match[1], float(match[2])
 
 
-def write_weights(selection: KeptTraces, sharpness: tuple[str, float], output: Path) -> None:
+def write_weights(selection: Selection, sharpness: tuple[str, float], output: Path) -> None:
     """Write the file of weights of the selected traces. Raises UserError where the scores have no utilities of all
     tokens, or the file is damaged or of other scores; OSError where the file cannot be written."""
     keep, data = selection.keep, selection.scores.data
@@ -47,7 +47,7 @@ def write_weights(selection: KeptTraces, sharpness: tuple[str, float], output: P
 
 
 def _weighted_rows(
-    selection: KeptTraces, path: Path, sharpness: tuple[str, float], progress: Progress
+    selection: Selection, path: Path, sharpness: tuple[str, float], progress: Progress
 ) -> Iterator[scores_folder.TokenRows]:
     utility = f"utilities.{selection.keep.set}"
     for rows in scores_folder.read_token_rows(path, ["input_ids", "supervised", utility], _EXPECTED):

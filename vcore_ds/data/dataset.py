@@ -17,7 +17,6 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
 from vcore_ds.common.random_streams import Stream, generator
-from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 
@@ -307,26 +306,6 @@ def shuffle_by_share(num_sequences: Sequence[int], weights: Sequence[float], rng
     shuffled = [start + rng.permutation(size) for start, size in zip(starts, num_sequences, strict=False)]
     places = [(np.arange(size) + 0.5) / weight for size, weight in zip(num_sequences, weights, strict=True)]
     return np.concatenate(shuffled)[np.argsort(np.concatenate(places), kind="stable")]
-
-
-def select_positions(utilities: np.ndarray, sources: np.ndarray, keep: KeepConfig) -> np.ndarray:
-    """Select the traces with the highest utility by `keep.top` (a share, rounded to whole traces, of all traces or of
-    those of each source) or `keep.above`: positions in their token store, int64 [k], ascending. Ties go to the lower
-    position. `utilities`: float [n]; those that are not finite are never selected. `sources`: [n], file or data set of
-    each trace."""
-    utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
-    if keep.above is not None:
-        return np.flatnonzero(utilities > keep.above)
-    assert keep.top is not None  # one of the two is given
-    by_source = keep.within == "source"
-    groups = np.unique(sources, return_inverse=True)[1] if by_source else np.zeros(len(utilities), np.int64)
-    descending = np.argsort(-utilities, kind="stable")
-    selected = [np.zeros(0, np.int64)]
-    for group in range(groups.max(initial=-1) + 1):
-        members = descending[groups[descending] == group]
-        selected.append(members[: round(keep.top * len(members))])
-    best = np.sort(np.concatenate(selected))
-    return best[np.isfinite(utilities[best])]
 
 
 # iw-SFT: the importance ratio needs one log-probability per sequence, computed before training, so that no second model

@@ -9,10 +9,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import Problems, UserError
-from vcore_ds.common.paths import cache_root, is_readable
+from vcore_ds.common.paths import cache_root, compute_file_digest, is_readable, reading
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
+from vcore_ds.config.exports import ADAPTER_WEIGHTS, CARD
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
@@ -34,6 +35,7 @@ from vcore_ds.data.dataset import (
     list_shares,
 )
 from vcore_ds.data.prepare.sources import is_small
+from vcore_ds.data.score_selection import Selection, StartingWeights, read_matching_selection
 from vcore_ds.data.scores_folder import TokenWeights
 from vcore_ds.data.store import TokenStore, check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
@@ -41,10 +43,10 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
 from vcore_ds.distributed.process_group import run_on_ranks_in_turn
 from vcore_ds.models.description import read_model
+from vcore_ds.models.model_identity import compute_model_digest, read_card_metadata
 from vcore_ds.planning.batch_layout import BatchLayout, Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
 from vcore_ds.training import console
-from vcore_ds.training.kept_traces import KeptTraces, read_matching_kept
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,17 @@ def _take_lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[
     return [int(dataset.lengths[i]) for i in ids]
 
 
+def identify_start(model: str, adapter: str | None = None) -> StartingWeights:
+    """Identify the weights with which a run begins: `model.path`, `lora.adapter`. Raises UserError if the adapter
+    cannot be read."""
+    adapter_digest = None
+    if adapter is not None:
+        with reading("lora.adapter", Path(adapter), "a trained adapter"):
+            adapter_digest = compute_file_digest(Path(adapter, ADAPTER_WEIGHTS))
+    checkpoint = read_card_metadata(Path(adapter or model, CARD)).get("checkpoint")
+    return StartingWeights(model, compute_model_digest(model), adapter, adapter_digest, checkpoint)
+
+
 @dataclass(frozen=True)
 class DataReader:
     """Opens token stores, making missing ones. The methods are collectives."""
@@ -230,11 +243,12 @@ class DataReader:
             )
         return held_out
 
-    def _select(self, store: Store) -> KeptTraces | None:
+    def _select(self, store: Store) -> Selection | None:
         """Select traces by `data.keep`; None without it."""
         if (keep := self.settings.keep) is None:
             return None
-        kept = run_on_ranks_in_turn(lambda: read_matching_kept(keep, store, self.model, self.adapter))
+        start = run_on_ranks_in_turn(lambda: identify_start(self.model, self.adapter))
+        kept = run_on_ranks_in_turn(lambda: read_matching_selection(keep, store, start))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
         if len(set(layout.gather_objects("job", kept.digest))) > 1:
             raise UserError(

@@ -197,10 +197,10 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     if settings.num_steps is not None:
         return settings
     if recipe.data.keep is not None:
-        from vcore_ds.training.kept_traces import read_kept  # imports torch: seconds
+        from vcore_ds.data.score_selection import read_selection  # imports numpy
 
         is_here = is_readable(recipe.data.keep.scores)
-        num_sequences = len(read_kept(recipe.data.keep).positions) if is_here else None
+        num_sequences = len(read_selection(recipe.data.keep).positions) if is_here else None
     if num_sequences is None:
         return settings
     per_step = settings.batch.global_size - settings.num_trusted

@@ -1,4 +1,4 @@
-"""The training traces that scores select (`data.keep`), with a check that the scores fit the run."""
+"""The training traces that scores select (`data.keep`): the rule, and a check that the scores fit the run."""
 
 import difflib
 import hashlib
@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import compute_file_digest, reading, unfinished_path
+from vcore_ds.common.paths import reading, unfinished_path
 from vcore_ds.config.data_section import KeepConfig
-from vcore_ds.config.exports import ADAPTER_WEIGHTS, CARD
 from vcore_ds.config.problems import did_you_mean
 from vcore_ds.data import scores_folder
-from vcore_ds.data.dataset import Store, select_positions
+from vcore_ds.data.dataset import Store
 from vcore_ds.data.scores_folder import Scores
 
 
 @dataclass(frozen=True, eq=False)
-class KeptTraces:
-    """The kept traces of those that were scored."""
+class Selection:
+    """The selected traces of those that were scored."""
 
     keep: KeepConfig  # with the name of the target set filled in
     scores: Scores
@@ -60,7 +59,27 @@ class KeptTraces:
         }
 
 
-def read_kept(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> KeptTraces:
+def select_positions(utilities: np.ndarray, sources: np.ndarray, keep: KeepConfig) -> np.ndarray:
+    """Select the traces with the highest utility by `keep.top` (a share, rounded to whole traces, of all traces or of
+    those of each source) or `keep.above`: positions in their token store, int64 [k], ascending. Ties go to the lower
+    position. `utilities`: float [n]; those that are not finite are never selected. `sources`: [n], file or data set of
+    each trace."""
+    utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
+    if keep.above is not None:
+        return np.flatnonzero(utilities > keep.above)
+    assert keep.top is not None  # one of the two is given
+    by_source = keep.within == "source"
+    groups = np.unique(sources, return_inverse=True)[1] if by_source else np.zeros(len(utilities), np.int64)
+    descending = np.argsort(-utilities, kind="stable")
+    selected = [np.zeros(0, np.int64)]
+    for group in range(groups.max(initial=-1) + 1):
+        members = descending[groups[descending] == group]
+        selected.append(members[: round(keep.top * len(members))])
+    best = np.sort(np.concatenate(selected))
+    return best[np.isfinite(utilities[best])]
+
+
+def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
     """Select traces by a folder of scores. `where` names a key of `keep` in messages, as the user set it. Raises
     UserError if the folder is missing, unfinished or damaged, has no such set, or nothing is kept."""
     folder = Path(keep.scores)
@@ -88,45 +107,44 @@ def read_kept(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".for
     path = folder / scores_folder.TRACES
     with reading(where("scores"), path, "a file that can be read"), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return KeptTraces(keep, scores, digest, positions, sources)
+    return Selection(keep, scores, digest, positions, sources)
 
 
-def read_matching_kept(keep: KeepConfig, store: Store, model: str, adapter: str | None = None) -> KeptTraces:
-    """Read the kept traces. Raises UserError, beside those of `read_kept`, unless the scores were made with the data,
-    tokenizer and template of the run, and with the weights with which it begins; or else at checkpoints of a run that
-    began with the same weights, or goes on in this one. `model`: model.path; `adapter`: lora.adapter."""
-    from vcore_ds.models.model_identity import compute_model_digest, read_card_metadata  # imports torch: seconds
+@dataclass(frozen=True)
+class StartingWeights:
+    """The weights with which a run begins."""
 
-    kept = read_kept(keep)
-    folder, scored = kept.keep.scores, kept.scores.data
-    hashes = scored.tokenizer_hash, scored.chat_template_hash, scored.digest
+    model: str  # model.path
+    model_digest: str
+    adapter: str | None  # lora.adapter
+    adapter_digest: str | None
+    checkpoint: str | None  # digest of the checkpoint that they were exported from, if their card has one
+
+
+def read_matching_selection(keep: KeepConfig, store: Store, start: StartingWeights) -> Selection:
+    """Select traces for a run. Raises UserError, beside those of `read_selection`, unless the scores were made with the
+    data, tokenizer and template of the run, and with the weights with which it begins; or else at checkpoints of a run
+    that began with the same weights, or goes on in this one."""
+    selection = read_selection(keep)
+    folder, scores = selection.keep.scores, selection.scores
+    hashes = scores.data.tokenizer_hash, scores.data.chat_template_hash, scores.data.digest
     if difference := scores_folder.find_difference(store, *hashes):
         raise UserError(
-            f"data.keep.scores: {folder}: found scores of {scored.path} with {difference}; expected the same. Score "
-            "data.train_path as it is now"
+            f"data.keep.scores: {folder}: found scores of {scores.data.path} with {difference}; expected the same. "
+            "Score data.train_path as it is now"
         )
-    scores, digest = kept.scores, compute_model_digest(model)
-    adapter_digest, exported = None, False
-    if adapter is not None:
-        with reading("lora.adapter", Path(adapter), "a trained adapter"):
-            adapter_digest = compute_file_digest(Path(adapter, ADAPTER_WEIGHTS))
-    if scores.checkpoints:
-        digests_at_start = {
-            adapter_digest or digest,
-            read_card_metadata(Path(adapter or model, CARD)).get("checkpoint"),
-        }
-        exported = bool(
-            digests_at_start & {scores.result_digest, *(one.digest for one in scores.checkpoints)} - {None, ""}
-        )
-    begins_alike = digest == scores.model_digest and adapter_digest == scores.adapter_digest
-    if not (begins_alike or (exported and (adapter is None or digest == scores.model_digest))):
-        begin = f"model.path {model} ({digest[:12]})" + (f" and lora.adapter {adapter}" if adapter is not None else "")
+    is_same_model = start.model_digest == scores.model_digest
+    begins_alike = is_same_model and start.adapter_digest == scores.adapter_digest
+    scored = {scores.result_digest, *(one.digest for one in scores.checkpoints)} if scores.checkpoints else set()
+    goes_on = bool({start.adapter_digest or start.model_digest, start.checkpoint} & scored - {None, ""})
+    if not (begins_alike or (goes_on and (start.adapter is None or is_same_model))):
+        adapter = f" and lora.adapter {start.adapter}" if start.adapter is not None else ""
         raise UserError(
             f"data.keep.scores: {folder}: found scores with other weights ({scores.weights}; model "
-            f"{scores.model_digest[:12]}); expected those of {begin}. Score with these, or set model.path and "
-            "lora.adapter"
+            f"{scores.model_digest[:12]}); expected those of model.path {start.model} ({start.model_digest[:12]})"
+            f"{adapter}. Score with these, or set model.path and lora.adapter"
         )
-    return kept
+    return selection
 
 
 def _check_is_finished(folder: Path, where: str) -> None:
