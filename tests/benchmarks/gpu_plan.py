@@ -11,6 +11,7 @@ from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.batch_layout import BatchLayout, Waste
+from vcore_ds.planning.deepspeed_json import read_zero_settings
 from vcore_ds.planning.fit import Available, choose_activations
 from vcore_ds.planning.hardware import Cluster, KernelTraffic, find_gpu
 from vcore_ds.planning.memory import Phase, estimate_memory
@@ -62,11 +63,7 @@ def make_memory_settings(method: str, num_tokens: int, deepspeed_config: str = "
         is_fused=is_fused,
         is_checkpointed=True,
         on_gpu=uses_gpu(),
-        bucket_numel=zero["reduce_bucket_size"],
-        max_live_parameters=zero["stage3_max_live_parameters"],
-        prefetch_numel=zero["stage3_prefetch_bucket_size"],
-        reuse_distance=zero["stage3_max_reuse_distance"],
-        gathers_in_place=zero.get("stage3_allgather_sequential", False),
+        zero=read_zero_settings({"zero_optimization": zero}, layout.size("shards")),
     )
 
 

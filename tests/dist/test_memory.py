@@ -21,7 +21,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
-from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
+from vcore_ds.planning.settings import MemorySettings, ZeroSettings, derive_plan_settings
 from vcore_ds.training.setup import build_engine
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
@@ -54,7 +54,7 @@ def make_settings(precision: str, lora: bool, is_checkpointed: bool) -> MemorySe
         lora=LoraConfig(rank=4, alpha=8) if lora else None,
         is_checkpointed=is_checkpointed,
         on_gpu=False,
-        bucket_numel=tiny.deepspeed_config()["zero_optimization"]["reduce_bucket_size"],
+        zero=ZeroSettings(bucket_numel=tiny.deepspeed_config()["zero_optimization"]["reduce_bucket_size"]),
     )
 
 

@@ -23,7 +23,7 @@ from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import StepPasses, TimeModel, estimate_fullest_load, parameter_counts
-from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
+from vcore_ds.planning.settings import MemorySettings, ZeroSettings, derive_plan_settings
 from vcore_ds.planning.step_cost import StepCost, StepModel
 from vcore_ds.training import console
 
@@ -129,7 +129,9 @@ def compute_cost(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8
     return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_layout)], [(lengths, batch_layout)])
 
 
-JVP = MemorySettings(16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True, reuse_distance=0)
+JVP = MemorySettings(
+    16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True, zero=ZeroSettings(reuse_distance=0)
+)
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4, 8])
@@ -175,7 +177,9 @@ def test_a_step_waits_for_the_fullest_rank() -> None:
 
 def test_memory_of_sharded_experts_by_hand() -> None:
     """Persistent memory is unchanged; a gathered layer has a shard of its experts, or none in one group of all."""
-    settings = MemorySettings(num_ranks=16, main_tokens=64, utility_tokens=64, max_live_parameters=0, estimator="jvp")
+    settings = MemorySettings(
+        num_ranks=16, main_tokens=64, utility_tokens=64, zero=ZeroSettings(max_live_parameters=0), estimator="jvp"
+    )
     counts = parameter_counts(SHAPE)
     experts, layer = 3 * 2048 * 768 * 128, (counts.all - 2 * 151936 * 2048) // 48
     for expert, gathered in (1, layer), (4, layer - experts * 3 // 4), (16, layer - experts):

@@ -32,6 +32,7 @@ from vcore_ds.planning.settings import (
     ActivationMemory,
     LossMemory,
     MemorySettings,
+    ZeroSettings,
     derive_plan_settings,
 )
 from vcore_ds.training.start_checks import check_memory, find_available_memory
@@ -40,6 +41,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
 GIB = 2**30
 H100 = Available(device=79 * GIB, host=180 * GIB)
+OFFLOADED = ZeroSettings(offloads_optimizer=True)
 FULL = MemorySettings(
     num_ranks=8, main_tokens=16384, probe_tokens=16384, utility_tokens=16384, estimator="jvp", is_checkpointed=True
 )
@@ -99,7 +101,7 @@ def test_muon_has_one_moment_of_the_layers_matrices_and_two_of_the_rest() -> Non
     largest = 2 * (6 * 25600 * 5120 + 3 * 5120**2)
     assert estimate_memory(QWEN3_32B, muon).phases["step"]["a matrix of Muon"] == largest
     # Orthogonalized on the device all the same.
-    offloaded = estimate_memory(QWEN3_32B, replace(muon, offloads_optimizer=True))
+    offloaded = estimate_memory(QWEN3_32B, replace(muon, zero=OFFLOADED))
     assert offloaded.transient_bytes("step") == largest and offloaded.host["moments"] > 0
 
 
@@ -152,7 +154,7 @@ def test_peaks_of_the_largest_model() -> None:
     assert estimate.peak_phase == "main"
     assert estimate.peak_bytes == estimate.persistent_bytes + estimate.transient_bytes("main")
     assert estimate.margin_bytes == 2**30 + int(0.05 * estimate.peak_bytes)
-    copied = estimate_memory(QWEN3_32B, replace(FULL, ranks_of_second_copy=4)).persistent
+    copied = estimate_memory(QWEN3_32B, replace(FULL, zero=ZeroSettings(ranks_of_second_copy=4))).persistent
     assert copied["second copy of the parameters"] == 2 * -(-parameter_counts(QWEN3_32B).all // 4)
 
 
@@ -186,19 +188,19 @@ def test_settings_raise_or_lower_the_estimate() -> None:
     base = estimate_memory(QWEN3_32B, FULL)
     for changed in (
         dict(num_ranks=16), dict(main_tokens=8192, probe_tokens=8192), dict(offloads_checkpoints=True),
-        dict(offloads_optimizer=True), dict(lora=LoraConfig(rank=8, alpha=8)),
+        dict(zero=OFFLOADED), dict(lora=LoraConfig(rank=8, alpha=8)),
     ):  # fmt: skip
         assert estimate_memory(QWEN3_32B, replace(FULL, **changed)).peak_bytes < base.peak_bytes, changed
-    for changed in (dict(is_checkpointed=False), dict(number_bytes=4), dict(ranks_of_second_copy=8)):
+    for changed in (dict(is_checkpointed=False), dict(number_bytes=4), dict(zero=ZeroSettings(ranks_of_second_copy=8))):
         assert estimate_memory(QWEN3_32B, replace(FULL, **changed)).peak_bytes > base.peak_bytes, changed
-    offloaded = estimate_memory(QWEN3_32B, replace(FULL, offloads_optimizer=True, offloads_parameters=True))
+    offloaded = estimate_memory(QWEN3_32B, replace(FULL, zero=replace(OFFLOADED, offloads_parameters=True)))
     assert set(offloaded.persistent) == {"direction", "reduction buffer"}
     assert set(offloaded.host) == {"parameters", "gradients", "master weights", "moments"}
 
 
 def test_pinned_host_memory_is_rounded_up_to_powers_of_two() -> None:
     """A layer's input of 16,384 tokens, 168 MB in bf16, takes 268 MB of PyTorch's cache."""
-    settings = replace(FULL, offloads_checkpoints=True, offloads_optimizer=True, main_tokens=16_384, probe_tokens=0)
+    settings = replace(FULL, offloads_checkpoints=True, zero=OFFLOADED, main_tokens=16_384, probe_tokens=0)
     pinned, pageable = (estimate_memory(QWEN3_32B, replace(settings, on_gpu=on_gpu)).host for on_gpu in (True, False))
     assert pageable["activation checkpoints"] == 65 * 16_384 * 5_120 * 2
     assert pinned["activation checkpoints"] == 65 * 2**28
@@ -342,15 +344,15 @@ def test_memory_settings_follow_the_recipe(monkeypatch: pytest.MonkeyPatch) -> N
     assert (settings.num_ranks, settings.main_tokens, settings.probe_tokens) == (16, 16384, 16384)
     assert settings.estimator == "jvp" and settings.is_checkpointed
     assert settings.is_fused and settings.utility_tokens == 0
-    assert (settings.bucket_numel, settings.max_live_parameters) == (200_000_000, 10**9)
+    assert (settings.zero.bucket_numel, settings.zero.max_live_parameters) == (200_000_000, 10**9)
     separate = plan_recipe_memory(16, "utility.fused=false").settings
     assert not separate.is_fused and separate.utility_tokens == 16384
     sft = plan_recipe_memory(16, "methods/sft.yaml").settings
     assert sft.estimator is None and sft.probe_tokens == sft.utility_tokens == 0
     file = "engine.deepspeed_config=ds_configs/zero3_bf16_"
-    assert plan_recipe_memory(16, f"{file}hierarchical.json").settings.ranks_of_second_copy == 8
+    assert plan_recipe_memory(16, f"{file}hierarchical.json").settings.zero.ranks_of_second_copy == 8
     offloaded = plan_recipe_memory(16, f"{file}offload_all.json").settings
-    assert offloaded.offloads_parameters and offloaded.offloads_optimizer
+    assert offloaded.zero.offloads_parameters and offloaded.zero.offloads_optimizer
     assert plan_recipe_memory(16, "checkpoint.async=true").settings.stages_checkpoints
     assert [plan_recipe_memory(16, on_gpu=on_gpu).settings.on_gpu for on_gpu in (True, False)] == [True, False]
     monkeypatch.setattr(fit, "version", lambda name: "2.11.0+cu130")  # whose attention takes no grouped heads
@@ -368,8 +370,10 @@ def test_memory_settings_follow_the_recipe(monkeypatch: pytest.MonkeyPatch) -> N
     several = ("utility.fused=false", "utility.micro_batch_size_per_rank=6")
     padded = plan_recipe_memory(16, *rows, *several).settings
     assert (padded.main_tokens, padded.utility_tokens) == (2000, 6000)
-    assert plan_recipe_memory(4, f"{file}hierarchical.json").settings.ranks_of_second_copy == 4  # there are no more
-    assert plan_recipe_memory(16, f"{file}offload_optimizer.json").settings.offloads_parameters is False
+    assert (
+        plan_recipe_memory(4, f"{file}hierarchical.json").settings.zero.ranks_of_second_copy == 4
+    )  # there are no more
+    assert plan_recipe_memory(16, f"{file}offload_optimizer.json").settings.zero.offloads_parameters is False
     assert plan_recipe_memory(16, "probe.rank=64").settings.probe_rank == 64
     assert plan_recipe_memory(16, *MUON, "probe.direction=muon").settings.has_muon_direction
     assert not plan_recipe_memory(16, *MUON, "methods/sft.yaml").settings.has_muon_direction
@@ -399,7 +403,7 @@ def test_ranks_without_gpus_have_one_memory() -> None:
 def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:
     trained = parameter_counts(QWEN3_32B).trained
     for changed, num_bytes in (
-        ({}, 12), ({"offloads_optimizer": True}, 12), ({"optimizer": "sgd"}, 4), ({"keeps_direction": True}, 12 + 2),
+        ({}, 12), ({"zero": OFFLOADED}, 12), ({"optimizer": "sgd"}, 4), ({"keeps_direction": True}, 12 + 2),
     ):  # fmt: skip
         staged = estimate_memory(QWEN3_32B, replace(FULL, stages_checkpoints=True, **changed))
         direct = estimate_memory(QWEN3_32B, replace(FULL, **changed))

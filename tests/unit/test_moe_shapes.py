@@ -16,7 +16,7 @@ from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, QWEN3_32B, par
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import Experts, is_moe, read_experts
 from vcore_ds.planning.passes import TimeModel, active_parameters, linear_flops_per_token, parameter_counts
-from vcore_ds.planning.settings import MemorySettings
+from vcore_ds.planning.settings import MemorySettings, ZeroSettings
 
 OTHERS: dict[str, dict[str, Any]] = {
     "DeepSeek-V2-Lite": dict(
@@ -167,7 +167,9 @@ def test_time_counts_active_parameters_and_memory_all_of_them() -> None:
     dense = replace(shape, experts=None)
     ratio = TimeModel(shape, 8, 8).micro_step / TimeModel(dense, 8, 8).micro_step
     assert ratio == pytest.approx((counts.all - 2 * embedding) / (active_parameters(shape) - 2 * embedding), rel=0.01)
-    estimate = estimate_memory(shape, MemorySettings(num_ranks=8, main_tokens=1024, max_live_parameters=0))
+    estimate = estimate_memory(
+        shape, MemorySettings(num_ranks=8, main_tokens=1024, zero=ZeroSettings(max_live_parameters=0))
+    )
     layer = (counts.all - 2 * embedding) / 48
     assert estimate.persistent["parameters"] == 2 * -(-counts.all // 8)
     assert estimate.phases["main"]["gathered parameters"] == pytest.approx(2 * 3 * layer, rel=0.01)
@@ -175,7 +177,7 @@ def test_time_counts_active_parameters_and_memory_all_of_them() -> None:
 
 def test_the_largest_layer_is_an_moe_layer() -> None:
     shape = KNOWN_MODELS["DeepSeek-V3"]
-    settings = MemorySettings(num_ranks=64, main_tokens=64, max_live_parameters=0)
+    settings = MemorySettings(num_ranks=64, main_tokens=64, zero=ZeroSettings(max_live_parameters=0))
     experts = 3 * 7168 * (256 * 2048 + 2048) + 256 * 7168
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     gathered = estimate_memory(shape, settings).phases["main"]["gathered parameters"]

@@ -37,7 +37,7 @@ from vcore_ds.planning.passes import (
     count_factors,
     forward_flops,
 )
-from vcore_ds.planning.settings import ActivationMemory, LossMemory, MemorySettings, derive_plan_settings
+from vcore_ds.planning.settings import ActivationMemory, LossMemory, MemorySettings, ZeroSettings, derive_plan_settings
 from vcore_ds.planning.step_cost import StepCost, StepModel
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
@@ -49,7 +49,7 @@ IDEAL = Achieved(
 )  # fmt: skip
 FAST = Gpu("any", 10**9, 1e6, math.inf, math.inf, math.inf, 1e6)
 """A million FLOP a second, also in attention; everything else at once."""
-SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2, reuse_distance=0)
+SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2, zero=ZeroSettings(reuse_distance=0))
 JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 
 
@@ -226,7 +226,7 @@ def test_bytes_of_all_gathers_by_hand() -> None:
 def test_parameters_that_are_still_gathered_are_not_gathered_again(reuse_distance: int, again: int) -> None:
     """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
     layer where the second and the head are within the distance."""
-    cost = compute_cost(replace(SFT, reuse_distance=reuse_distance), FAST, 2, [16])
+    cost = compute_cost(replace(SFT, zero=ZeroSettings(reuse_distance=reuse_distance)), FAST, 2, [16])
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
@@ -294,7 +294,9 @@ def test_all_gathers_overlap_with_matrix_multiplications() -> None:
     assert compute_cost(SFT, slow, 2, [16] * 2).seconds_step == pytest.approx(computed + 7.5)
     half = compute_cost(SFT, slow, 2, [16] * 2, hidden=0.5)
     assert half.seconds_step == pytest.approx(computed + 7.5 - 0.5 * computed)
-    late = compute_cost(replace(SFT, prefetch_numel=400), slow, 2, [16] * 2, hidden=1.0)  # 600 of a layer's 1,000
+    late = compute_cost(
+        replace(SFT, zero=replace(SFT.zero, prefetch_numel=400)), slow, 2, [16] * 2, hidden=1.0
+    )  # 600 of a layer's 1,000
     assert late.seconds_step == pytest.approx(computed + 0.6 * 4.5 + max(7.5 - 0.6 * 4.5 - computed, 0.0))
     many, much = (compute_cost(SFT, gpu, 2, [16] * 2, compute=1e-3, hidden=0.5) for gpu in (slow, FAST))
     assert many.seconds_step - much.seconds_step == pytest.approx(0.75)  # the first layer's are never hidden
@@ -420,7 +422,10 @@ def test_plans_of_other_trainers_match_their_published_speeds() -> None:
 def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_place: bool) -> None:
     """By hand: two layers, all-gathers in forward and backward, and tangents in the main pass alone."""
     fast, options = replace(FAST, flops=1e30, attention_flops=1e30), dict(layer_overhead=0.8e-3)
-    settings, lengths = replace(JVP, num_ranks=num_gpus, gathers_in_place=in_place), [16] * num_gpus
+    settings, lengths = (
+        replace(JVP, num_ranks=num_gpus, zero=replace(JVP.zero, gathers_in_place=in_place)),
+        [16] * num_gpus,
+    )
     cost = compute_cost(settings, fast, num_gpus, lengths, **options)
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     backward = 0.8e-3 + 2.7e-3

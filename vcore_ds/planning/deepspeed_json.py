@@ -6,14 +6,14 @@ precision, clipping, optimizer and learning rate.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS, read_text
 from vcore_ds.config.problems import RecipeError, show
 from vcore_ds.planning.batch_plan import BatchPlan
-from vcore_ds.planning.settings import PlanSettings
+from vcore_ds.planning.settings import PlanSettings, ZeroSettings
 
 _MISSING = object()
 
@@ -161,3 +161,25 @@ def _get(config: dict[str, Any], dotted: str, default: Any = _MISSING) -> Any:
 def _describe_value(config: dict[str, Any], dotted: str) -> str:
     value = _get(config, dotted)
     return "found nothing" if value is _MISSING else f"found {show(value)}"
+
+
+_SIZES = {
+    "stage3_max_live_parameters": "max_live_parameters",
+    "reduce_bucket_size": "bucket_numel",
+    "stage3_prefetch_bucket_size": "prefetch_numel",
+    "stage3_max_reuse_distance": "reuse_distance",
+    "stage3_allgather_sequential": "gathers_in_place",
+}
+"""DeepSpeed's keys for sizes in elements, and a switch, and their fields in `ZeroSettings`."""
+
+
+def read_zero_settings(config: Mapping[str, Any], num_ranks: int) -> ZeroSettings:
+    """Read what a DeepSpeed configuration says about the memory and time of a run on `num_ranks` ranks that shard."""
+    zero = config["zero_optimization"]
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    offloads = {
+        name: isinstance(section := zero.get(key), Mapping) and section.get("device") == "cpu"
+        for key, name in (("offload_param", "offloads_parameters"), ("offload_optimizer", "offloads_optimizer"))
+    }
+    sizes = {field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)}
+    return ZeroSettings(**offloads, **sizes, ranks_of_second_copy=min(hpz, num_ranks) if isinstance(hpz, int) else 1)

@@ -9,6 +9,7 @@ from vcore_ds.common.text import count, gib
 from vcore_ds.config.load import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
+from vcore_ds.planning.deepspeed_json import read_zero_settings
 from vcore_ds.planning.memory import COALESCING_SHARE, MemoryEstimate, estimate_memory, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, estimate_fullest_load, parameter_counts
@@ -90,10 +91,10 @@ class MemoryPlan:
             return
         if settings.number_bytes == 2:
             for name, all_of_it in (("offload_optimizer", False), ("offload_all", True)):
-                if not settings.offloads_optimizer or (all_of_it and not settings.offloads_parameters):
+                if not settings.zero.offloads_optimizer or (all_of_it and not settings.zero.offloads_parameters):
                     file = f"engine.deepspeed_config={SHIPPED_DEEPSPEED_CONFIGS.name}/zero3_bf16_{name}.json"
-                    offloads = {"offloads_optimizer": True, "offloads_parameters": all_of_it, "ranks_of_second_copy": 1}
-                    yield file, offloads
+                    offloads = dict(offloads_optimizer=True, offloads_parameters=all_of_it, ranks_of_second_copy=1)
+                    yield file, {"zero": replace(settings.zero, **offloads)}
         if not settings.offloads_checkpoints:
             words = ([] if settings.is_checkpointed else [checkpointed]) + ["model.activation_offload=true"]
             yield " ".join(words), {"is_checkpointed": True, "offloads_checkpoints": True}
@@ -178,13 +179,12 @@ def plan_memory(
     tensor parallelism; None, or zeros, for those of its shape. `available` decides what is not recomputed
     (`choose_activations`); with None everything is.
     """
-    shape, zero = plan.time_model.shape, deepspeed_config["zero_optimization"]
+    shape = plan.time_model.shape
     if shape.hidden_size == 0:
         return None
     longest = plan.pack_tokens_per_rank or settings.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     main_tokens, probe_tokens = (passes[p].most_tokens if p in passes else longest for p in ("main", "probe"))
     has_utility_pass = settings.estimator is not None and not settings.is_fused
-    hpz = zero.get("zero_hpz_partition_size", 1)
     memory_settings = MemorySettings(
         num_ranks=plan.num_ranks,
         main_tokens=main_tokens,
@@ -205,16 +205,13 @@ def plan_memory(
         has_muon_direction=settings.estimator is not None and settings.probe.direction == "muon",
         is_checkpointed=bool(settings.model.gradient_checkpointing),
         offloads_checkpoints=settings.model.activation_offload,
-        offloads_parameters=_is_offloaded(zero, "offload_param"),
-        offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
         stages_checkpoints=settings.stages_checkpoints,
         keeps_direction=settings.estimator is not None and settings.probe.every > 1,
         # `auto` stays within the margin.
         coalesces_gradients=settings.engine.coalesce_gradient_reduction is True,
-        ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         repeats_kv_heads=on_gpu and (settings.model.precision == "fp32" or not _has_grouped_attention()),
         on_gpu=on_gpu,
-        **_read_sizes(zero),
+        zero=read_zero_settings(deepspeed_config, plan.num_ranks),
     )
     known_counts = counts if counts is not None and counts.all > 0 else None
     if available is not None:
@@ -237,29 +234,10 @@ def plan_memory(
     )
 
 
-_SIZES = {
-    "stage3_max_live_parameters": "max_live_parameters",
-    "reduce_bucket_size": "bucket_numel",
-    "stage3_prefetch_bucket_size": "prefetch_numel",
-    "stage3_max_reuse_distance": "reuse_distance",
-    "stage3_allgather_sequential": "gathers_in_place",
-}
-"""DeepSpeed's keys for sizes in elements, and a switch, and their fields in `MemorySettings`."""
-
-
 def _has_grouped_attention() -> bool:
     """Whether PyTorch's attention of packed sequences takes fewer key and value heads than query heads."""
     major, minor, *_ = version("torch").split(".")
     return (int(major), int(minor)) >= (2, 12)
-
-
-def _read_sizes(zero: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)}
-
-
-def _is_offloaded(zero: Mapping[str, Any], key: str) -> bool:
-    section = zero.get(key)
-    return isinstance(section, Mapping) and section.get("device") == "cpu"
 
 
 # Memory in words.

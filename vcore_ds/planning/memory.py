@@ -81,7 +81,7 @@ def estimate_memory(
         phases["utility"] = model.estimate_gradient_free_pass(settings.utility_tokens)
     phases["main"] = model.estimate_gradient_pass(settings.main_tokens, carries_tangents=settings.is_fused)
     # The update reads the gradient where it was reduced (`engine.deepspeed_start.update_from_buffer`).
-    step = {} if settings.on_gpu or settings.offloads_optimizer else {"a gradient in fp64": model.estimate_norm()}
+    step = {} if settings.on_gpu or settings.zero.offloads_optimizer else {"a gradient in fp64": model.estimate_norm()}
     if settings.optimizer == "muon":
         step["a matrix of Muon"] = _estimate_muon_workspace(shape, settings, copies=6, squares=3)
     phases["step"] = step
@@ -144,16 +144,16 @@ def _estimate_persistent(
     b_trained = b if settings.lora is None else _FP32
     parameters = b * _divide(counts.all - counts.trained, settings.num_ranks) + b_trained * trained
     device, host = dict[str, int](), dict[str, int]()
-    if settings.offloads_parameters:
+    if settings.zero.offloads_parameters:
         host["parameters"] = _pin(settings, parameters)
     else:
         device["parameters"] = parameters
-    if settings.ranks_of_second_copy > 1:
-        device["second copy of the parameters"] = b * _divide(counts.all, settings.ranks_of_second_copy)
-    optimizer_home = host if settings.offloads_optimizer else device
+    if settings.zero.ranks_of_second_copy > 1:
+        device["second copy of the parameters"] = b * _divide(counts.all, settings.zero.ranks_of_second_copy)
+    optimizer_home = host if settings.zero.offloads_optimizer else device
     # An offloaded optimizer has the reduced gradient twice: as it is accumulated, and as it is updated from.
     gradients = _FP32 * trained
-    optimizer_home["gradients"] = 2 * _pin(settings, gradients) if settings.offloads_optimizer else gradients
+    optimizer_home["gradients"] = 2 * _pin(settings, gradients) if settings.zero.offloads_optimizer else gradients
     optimizer_home["master weights"] = _FP32 * trained
     if settings.optimizer != "sgd":
         optimizer_home["moments"] = 2 * _FP32 * trained
@@ -171,7 +171,7 @@ def _estimate_persistent(
     if settings.stages_checkpoints:
         staged = _FP32 * trained + optimizer_home.get("moments", 0)
         host["copy of the checkpoint"] = staged + direction * settings.keeps_direction
-    device["reduction buffer"] = b * settings.bucket_numel
+    device["reduction buffer"] = b * settings.zero.bucket_numel
     return device, host
 
 
@@ -220,7 +220,7 @@ class _Model:
         coalesced = 0
         if settings.coalesces_gradients:
             coalesced = estimate_unsharded_gradients(self.shape, settings, self.counts)
-        gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
+        gradients = b * (self.trained_layer + min(settings.zero.bucket_numel, self.trained_layer))
         layer = self._estimate_layer_backward(num_tokens)
         loss = self._estimate_loss(num_tokens, has_gradient=True)
         if self.keeps_logit_gradients:
@@ -276,10 +276,10 @@ class _Model:
     def _estimate_gathered(self) -> int:
         """Estimate the bytes of the parameters that DeepSpeed keeps gathered, and of those that are being
         all-gathered. On one rank they are views of the shard, unless that is in host memory."""
-        if self.settings.num_ranks == 1 and not self.settings.offloads_parameters:
+        if self.settings.num_ranks == 1 and not self.settings.zero.offloads_parameters:
             return 0
         layer, total = self.gathered_layer, self.gathered_all
-        live = min(total, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
+        live = min(total, max(self.settings.zero.max_live_parameters, 2 * layer, self.embedding))
         return self.b * (live + min(layer, total))
 
     def _estimate_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:

@@ -103,6 +103,21 @@ class ActivationMemory:
 
 
 @dataclass(frozen=True)
+class ZeroSettings:
+    """What `zero_optimization` of the DeepSpeed JSON says about memory and time; DeepSpeed's defaults."""
+
+    offloads_parameters: bool = False
+    offloads_optimizer: bool = False
+    # Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy
+    ranks_of_second_copy: int = 1
+    max_live_parameters: int = 10**9
+    bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
+    prefetch_numel: int = 5 * 10**7  # elements that DeepSpeed all-gathers beside the layer before
+    reuse_distance: int = 10**9  # parameters between two uses of a layer within which ZeRO-3 keeps it gathered
+    gathers_in_place: bool = False  # `stage3_allgather_sequential`: one all-gather for each parameter, without copies
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """Settings of a run that determine a rank's memory and time."""
 
@@ -129,18 +144,10 @@ class MemorySettings:
     is_checkpointed: bool = False  # whether layers keep only their input, and others what `activations` says
     activations: ActivationMemory = ActivationMemory()
     offloads_checkpoints: bool = False  # whether activations wait in host memory for the backward
-    offloads_parameters: bool = False
-    offloads_optimizer: bool = False
     stages_checkpoints: bool = False  # whether a checkpoint is written from a copy in host memory (`checkpoint.async`)
     keeps_direction: bool = False  # whether checkpoints hold the direction, as between two probes
     coalesces_gradients: bool = False  # one reduction a step, from an unsharded gradient
-    # Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy
-    ranks_of_second_copy: int = 1
-    max_live_parameters: int = 10**9
-    bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
-    prefetch_numel: int = 5 * 10**7  # elements that DeepSpeed all-gathers beside the layer before
-    reuse_distance: int = 10**9  # parameters between two uses of a layer within which ZeRO-3 keeps it gathered
-    gathers_in_place: bool = False  # `stage3_allgather_sequential`: one all-gather for each parameter, without copies
+    zero: ZeroSettings = ZeroSettings()
     # Whether attention takes keys and values repeated for every query head: on GPUs in fp32, and before torch 2.12
     repeats_kv_heads: bool = False
     on_gpu: bool = True  # whether ranks compute on GPUs, where a kernel computes the token loss

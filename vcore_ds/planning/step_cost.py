@@ -248,13 +248,13 @@ class StepModel:
         # Latencies: one all-gather for each layer, embedding and head, or one for each parameter.
         over_all_ranks = self.cluster.ring_seconds(self.time.num_ranks, in_node)
         within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
-        num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.settings.gathers_in_place else 1)
+        num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.settings.zero.gathers_in_place else 1)
         parameters = moved["parameters"].seconds(machine)
         parameters += num_gathers * (work.gathers * within_copy + makes_copy * (over_all_ranks - within_copy))
         others = sum((traffic.seconds(machine) for kind, traffic in moved.items() if kind != "parameters"), 0.0)
         others += (2 + num_layers) * (work.tangent_gathers + int(reduces)) * over_all_ranks
         others += self._count_host_bytes(work) / _HOST_LINK
-        late = parameters * max(0.0, 1 - self.settings.prefetch_numel / self._count_layer())
+        late = parameters * max(0.0, 1 - self.settings.zero.prefetch_numel / self._count_layer())
         hideable = parameters + others - late
         exposed = late + max(hideable - self.cluster.achieved.hidden * compute, _NEVER_HIDDEN * hideable)
         return exposed, moved
@@ -271,7 +271,7 @@ class StepModel:
         achieved = self.cluster.achieved
         per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
         per_layer += work.fp8 * achieved.fp8_overhead + work.reduces * achieved.backward_overhead
-        if not self.settings.gathers_in_place and self.time.num_ranks > 1:
+        if not self.settings.zero.gathers_in_place and self.time.num_ranks > 1:
             num_ranks = work.gathers * self._num_in_copy + makes_copy * (self.time.num_ranks - self._num_in_copy)
             per_layer += num_ranks * achieved.gather_overhead
         return self.time.shape.num_layers * per_layer
@@ -328,7 +328,7 @@ class StepModel:
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
         any case; the head, where twice its own are fewer.
         """
-        shape, b, reuse = self.time.shape, self.settings.number_bytes, self.settings.reuse_distance
+        shape, b, reuse = self.time.shape, self.settings.number_bytes, self.settings.zero.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
         num_kept = max(1, math.ceil((reuse - head) / self._count_layer()))
@@ -339,8 +339,8 @@ class StepModel:
     def _count_host_bytes(self, work: PassWork) -> float:
         """Count the bytes of offloaded shards that are copied between host and device in one micro-step."""
         settings = self.settings
-        gathered = work.gathers * settings.number_bytes * self.counts.all if settings.offloads_parameters else 0
-        reduced = work.reduces * _FP32 * self.counts.trained if settings.offloads_optimizer else 0
+        gathered = work.gathers * settings.number_bytes * self.counts.all if settings.zero.offloads_parameters else 0
+        reduced = work.reduces * _FP32 * self.counts.trained if settings.zero.offloads_optimizer else 0
         return gathered / self.time.num_ranks + reduced / self.time.num_ranks
 
     def _add_update(self, cost: StepCost, passes: StepPasses) -> None:
@@ -349,7 +349,7 @@ class StepModel:
         shard = self.counts.trained / self.time.num_ranks
         moments = 4 * _FP32 if settings.optimizer == "sgd" else 0  # of AdamW, which plain SGD lacks
         update = self._kernels.update - moments + settings.number_bytes
-        if settings.offloads_optimizer:
+        if settings.zero.offloads_optimizer:
             cost.add("step", shard * update / _HOST_MEMORY + shard * settings.number_bytes / _HOST_LINK, 1.0)
         else:
             cost.add("step", shard * update / memory, 1.0)
@@ -399,5 +399,5 @@ class StepModel:
     @property
     def _num_in_copy(self) -> int:
         """Ranks over which parameters are gathered: those that share a second copy, or all."""
-        num_ranks = self.settings.ranks_of_second_copy
+        num_ranks = self.settings.zero.ranks_of_second_copy
         return num_ranks if num_ranks > 1 else self.time.num_ranks
