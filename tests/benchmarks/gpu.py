@@ -152,7 +152,7 @@ def measure_steps(
     # The same for all methods, which take turns on one engine: what the largest has room for.
     largest = max(methods, key=lambda name: needed[name])
     activations = choose_activations_of(largest, sizes, num_tokens, room, deepspeed_config)
-    engine.module.keep(activations)
+    engine.module.store_activations(activations)
     needed = {name: estimate_peak_bytes(name, sizes, num_tokens, deepspeed_config, activations) for name in methods}
     direction = Direction(engine)
     estimators = {name: make_estimator(name, engine, direction) for name in methods}

@@ -113,7 +113,7 @@ def is_available(variant: str) -> bool:
 def choose(variant: str, chosen: ActivationMemory) -> ActivationMemory:
     """What the layers and the loss keep in a variant."""
     if variant in ("everything as before", "all layers recomputed"):
-        chosen = replace(chosen, num_kept=0, keeps_attention=False)
+        chosen = replace(chosen, num_stored=0, stores_attention=False)
     if variant in ("everything as before", "blocks of 256 MiB"):
         return replace(chosen, loss=DEFAULT_LOSS_MEMORY)
     if variant == "logits recomputed":
@@ -130,7 +130,7 @@ def changing(engine: Engine, variant: str, chosen: ActivationMemory) -> Iterator
             patches.enter_context(patch.object(module, name, function))
         for layer in layers:
             layer.gradient_checkpointing = True
-        engine.module.keep(choose(variant, chosen))
+        engine.module.store_activations(choose(variant, chosen))
         if variant in FLASH_VERSIONS:  # behind PyTorch's operators, which `CudaFlash` calls
             torch.nn.attention.activate_flash_attention_impl(FLASH_VERSIONS[variant])
             patches.callback(torch.nn.attention.restore_flash_attention_impl)

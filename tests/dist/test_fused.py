@@ -44,7 +44,7 @@ class Pass:
     """Tensor-parallel size, in megatron-core's parallel layers."""
     rank: int | None = None
     """Rank of the direction's factors."""
-    kept: ActivationMemory | None = None
+    stored: ActivationMemory | None = None
 
     def make_model(self, **sizes: int) -> torch.nn.Module:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -55,21 +55,21 @@ class Pass:
             return megatron.make_parallel_model(plain, checkpointing=self.checkpointing)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
         model = tiny.token_loss_model(moe_kind=self.moe_kind, **options, **sizes)
-        if self.kept is not None:
-            model.keep(self.kept)
+        if self.stored is not None:
+            model.store_activations(self.stored)
         return model
 
 
 PASSES = {
     "full, tied, one of two layers checkpointed, packed, 2 sequence-parallel ranks": Pass(
-        tied=True, checkpointing=True, packed=True, sequence_parallel=2, kept=ActivationMemory(2, 1)
+        tied=True, checkpointing=True, packed=True, sequence_parallel=2, stored=ActivationMemory(2, 1)
     ),
     "MoE model, packed": Pass(moe_kind="qwen3_moe", packed=True),
     "MoE model, rank 4": Pass(moe_kind="qwen3_moe", rank=4),
     "MoE model, bf16, checkpointed": Pass(moe_kind="deepseek_v3", precision="bf16", checkpointing=True),
     "lora, tied, packed, 2 sequence-parallel ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed, attention's output kept": Pass(
-        lora=True, precision="bf16", checkpointing=True, kept=ActivationMemory(keeps_attention=True)
+        lora=True, precision="bf16", checkpointing=True, stored=ActivationMemory(stores_attention=True)
     ),
 }
 

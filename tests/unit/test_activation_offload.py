@@ -57,9 +57,9 @@ def test_offloaded_checkpoints_free_layer_inputs_and_keep_gradients() -> None:
 
 KEPT = {
     "nothing": ActivationMemory(3),
-    "attention": ActivationMemory(3, keeps_attention=True),
+    "attention": ActivationMemory(3, stores_attention=True),
     "a layer": ActivationMemory(3, 1),
-    "attention and two layers": ActivationMemory(3, 2, keeps_attention=True),
+    "attention and two layers": ActivationMemory(3, 2, stores_attention=True),
 }
 
 
@@ -82,7 +82,7 @@ def test_what_is_kept_changes_no_number_and_takes_the_estimated_memory(
             if with_sinks
             else tiny.token_loss_model(checkpointing=True, num_hidden_layers=3)
         )
-        model.keep(activations)
+        model.store_activations(activations)
         calls.clear(), packs.clear()
         kept: list[torch.Tensor] = []
         with saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -94,14 +94,14 @@ def test_what_is_kept_changes_no_number_and_takes_the_estimated_memory(
         num_bytes[name] = sum(storages.values())
         for _ in range(2):  # a graph that is retained is recomputed in each backward
             gradients = torch.autograd.grad(losses.sum(), list(model.parameters()), retain_graph=True)
-        recomputed = 0 if activations.keeps_attention else 3 - activations.num_kept
+        recomputed = 0 if activations.stores_attention else 3 - activations.num_stored
         assert len(calls) == 3 + 2 * recomputed
         results[name] = [losses.detach(), *gradients]
         shape = parse_shape(model.base.config.to_dict())
         assert shape is not None
         settings = MemorySettings(1, 40, number_bytes=4, is_checkpointed=True, activations=activations, on_gpu=False)
         estimate = estimate_memory(shape, settings).phases["main"]["activation checkpoints"]
-        num_bytes[name] -= estimate + (activations.num_kept > 0) * 2 * 40 * 8 * 4  # cosines and sines, of all layers
+        num_bytes[name] -= estimate + (activations.num_stored > 0) * 2 * 40 * 8 * 4  # cosines and sines, of all layers
     for result in results.values():
         assert all(map(torch.equal, result, results["nothing"]))
     if not with_sinks:  # the differences are exact; the rest is the loss's

@@ -214,7 +214,7 @@ def choose(num_bytes: float, settings: MemorySettings = FULL, *, recomputes_all:
     available = Available(int(num_bytes), 2**50)
     chosen = choose_activations(QWEN3_32B, settings, None, available, recomputes_all=recomputes_all)
     before, after = (estimate_memory(QWEN3_32B, replace(settings, activations=x)) for x in (ActivationMemory(), chosen))
-    assert available.holds_with_margin(after) or (chosen.num_kept, chosen.keeps_attention) == (0, False)
+    assert available.holds_with_margin(after) or (chosen.num_stored, chosen.stores_attention) == (0, False)
     assert after.peak_bytes >= before.peak_bytes
     return chosen
 
@@ -227,24 +227,26 @@ def test_memory_that_is_free_keeps_activations() -> None:
     assert choose(2**50) == everything
     rooms = [needed.peak_bytes + needed.margin_bytes + gib * 2**30 for gib in range(0, 200, 10)]
     chosen = [choose(room) for room in rooms]
-    with_gradients = [x.num_kept for x in chosen if x.loss.keeps_logit_gradients]
+    with_gradients = [x.num_stored for x in chosen if x.loss.keeps_logit_gradients]
     assert with_gradients == sorted(with_gradients) and with_gradients[-1] > 40
     outputs = 64 * 16_384 * 64 * (2 * 128 + 4)  # layers, tokens, heads; bf16, and a log-sum-exp
     by_hand = ActivationMemory(64, 1, True, LossMemory(2**31))
-    without = replace(by_hand, num_kept=0, keeps_attention=False)
+    without = replace(by_hand, num_stored=0, stores_attention=False)
     kept = [estimate_memory(QWEN3_32B, replace(FULL, activations=x)).phases["main"] for x in (without, by_hand)]
     layer = sum(kept[1].values()) - sum(kept[0].values()) - 63 * outputs // 64
     # Of each token: inputs of the second norm and, by head, of those of queries and keys, each with an inverse in fp32;
     # rotated queries and keys, values, output and log-sum-exp; gate and up; inputs of three linear layers.
     norms = 2 * 5_120 + 2 * 4 + 72 * (2 * 128 + 4)
     assert layer == 16_384 * (norms + 2 * 2 * 72 * 128 + 4 * 64 + 2 * 2 * 25_600 + 2 * (2 * 5_120 + 25_600))
-    assert choose(2**50, recomputes_all=True) == replace(everything, num_kept=0, keeps_attention=False)
+    assert choose(2**50, recomputes_all=True) == replace(everything, num_stored=0, stores_attention=False)
     lora = replace(FULL, lora=LoraConfig(rank=8, alpha=8))
     assert choose(2**50, lora).loss == LossMemory(2**31)  # the gradient of a frozen weight is not needed
-    assert choose(2**50, replace(FULL, is_checkpointed=False)) == replace(everything, num_kept=0, keeps_attention=False)
+    assert choose(2**50, replace(FULL, is_checkpointed=False)) == replace(
+        everything, num_stored=0, stores_attention=False
+    )
     other = replace(QWEN3_32B, is_counted=False)
     chosen_for_other = choose_activations(other, FULL, None, Available(2**50, 2**50), recomputes_all=False)
-    assert chosen_for_other == replace(everything, num_kept=0, keeps_attention=False)
+    assert chosen_for_other == replace(everything, num_stored=0, stores_attention=False)
     for shape, settings in ((replace(QWEN3_32B, has_plain_logits=False), FULL), (QWEN3_32B, replace(FULL, tensor=2))):
         assert choose_activations(
             shape, settings, None, Available(2**50, 2**50), recomputes_all=False

@@ -26,7 +26,7 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.data.cache import find_or_make_store
-from vcore_ds.data.dataset import KeptDataset
+from vcore_ds.data.dataset import SubsetDataset
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.score_selection import read_matching_selection, read_selection, select_positions
@@ -123,10 +123,10 @@ def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:
 
 def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
     store = open_store(setup)
-    kept = KeptDataset(store, np.array([1, 4, 9]))
+    kept = SubsetDataset(store, np.array([1, 4, 9]))
     assert [sequence.sequence_id for sequence in kept] == kept.sequence_ids.tolist() == [1, 4, 9]
     assert kept.lengths.tolist() == [len(store[i]) for i in (1, 4, 9)]
-    assert kept.digest != store.digest != KeptDataset(store, np.array([1, 4, 8])).digest != kept.digest
+    assert kept.digest != store.digest != SubsetDataset(store, np.array([1, 4, 8])).digest != kept.digest
 
 
 # (folder of scores, other keys of data.keep, what is named)

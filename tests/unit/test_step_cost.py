@@ -195,7 +195,7 @@ def test_adapters_need_no_gradient_of_weights() -> None:
     train = PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True, attention_again=0.5)
     assert StepPasses.derive(lora).main == train
     # One of two layers is recomputed, from the output of its attention.
-    kept = replace(SFT, is_checkpointed=True, activations=ActivationMemory(2, num_kept=1, keeps_attention=True))
+    kept = replace(SFT, is_checkpointed=True, activations=ActivationMemory(2, num_stored=1, stores_attention=True))
     assert StepPasses.derive(kept).main == replace(train, linear=3.5, exchanges=2.5)
     fused = StepPasses.derive(replace(lora, estimator="jvp", is_fused=True))
     assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)

@@ -23,10 +23,10 @@ from vcore_ds.data.dataset import (
     Dataset,
     JoinedDataset,
     JoinedStores,
-    KeptDataset,
     MainOrder,
     RandomDraws,
     Shares,
+    SubsetDataset,
     list_files,
     shuffle_by_share,
 )
@@ -183,7 +183,7 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
     names, rows = data.origins()
     assert [Path(name).name for name in names] == ["a.jsonl"] * 6 + ["b.jsonl"] * 4
     assert rows.tolist() == [*range(6), *range(4)]
-    with_pool = JoinedDataset([KeptDataset(data, np.array([0, 9])), reader.read_store(str(setup / "trusted.jsonl"))])
+    with_pool = JoinedDataset([SubsetDataset(data, np.array([0, 9])), reader.read_store(str(setup / "trusted.jsonl"))])
     described = [Path(text).name for text in describe_rows(with_pool, [0, 9, 12])]
     assert described == ["a.jsonl, row 1", "b.jsonl, row 4", "trusted.jsonl, row 3"]
     # Converted or prepared, in one order or the other.
@@ -271,7 +271,7 @@ def test_the_weights_are_part_of_the_digest_of_the_training_data(setup: Path, on
 def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank: None, capsys) -> None:
     pool, train = str(setup / "trusted.jsonl"), list_weighted(setup, a=1, store=1)
     data = read_data(setup, train_path=train, probe_path=pool)
-    assert isinstance(data, KeptDataset)
+    assert isinstance(data, SubsetDataset)
     assert data.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 9]  # without 3 of a.jsonl and 12, the third of b.jsonl
     assert [positions.tolist() for _, positions in list_files(data)] == [[0, 1, 2, 4, 5], [0, 1, 3]]
     assert describe_training(DataConfig(train_path="x"), data).endswith("; 2 dropped: in data.probe_path too")

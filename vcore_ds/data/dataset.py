@@ -143,7 +143,7 @@ class ChangedDataset(TokenizedSequences):
         return self.change(i, self.dataset[i])
 
 
-class KeptDataset(TokenizedSequences):
+class SubsetDataset(TokenizedSequences):
     """A selection of a data set's sequences, with their order and ids."""
 
     def __init__(
@@ -173,12 +173,12 @@ class KeptDataset(TokenizedSequences):
 
 
 Store = TokenStore | JoinedStores
-Dataset = Store | ChangedDataset | KeptDataset
+Dataset = Store | ChangedDataset | SubsetDataset
 
 
 def find_token_store(dataset: Dataset) -> Store:
     """Return the token store, or the joined stores, behind a data set's views."""
-    while isinstance(dataset, ChangedDataset | KeptDataset):
+    while isinstance(dataset, ChangedDataset | SubsetDataset):
         dataset = dataset.dataset
     return dataset
 
@@ -186,7 +186,7 @@ def find_token_store(dataset: Dataset) -> Store:
 def list_files(dataset: Dataset) -> list[tuple[TokenStore, np.ndarray]]:
     """List the store of each training file, and the positions in it of the data set's sequences, int64, ascending."""
     store = find_token_store(dataset)
-    positions = dataset.positions if isinstance(dataset, KeptDataset) else np.arange(len(dataset))
+    positions = dataset.positions if isinstance(dataset, SubsetDataset) else np.arange(len(dataset))
     if not isinstance(store, JoinedStores):
         return [(store, positions)]
     by_file = np.split(positions, np.searchsorted(positions, store.starts[1:-1]))

@@ -194,9 +194,9 @@ class TokenLossModel(nn.Module):
         """The outermost `GradientCheckpointingLayer`s of the decoder, in order; empty if the architecture has none."""
         return find_layers(self.decoder)
 
-    def keep(self, activations: ActivationMemory) -> None:
-        """Keep what `activations` says for the backward."""
-        keep_activations(self.layers, self.base.get_output_embeddings(), activations)
+    def store_activations(self, activations: ActivationMemory) -> None:
+        """Store what `activations` says for the backward."""
+        store_activations(self.layers, self.base.get_output_embeddings(), activations)
 
     @property
     def has_adapters(self) -> bool:
@@ -253,14 +253,14 @@ class TokenLossModel(nn.Module):
         return head(hidden, targets, statistic=statistic, reference_hidden=reference_hidden)
 
 
-def keep_activations(layers: Sequence[Any], head: Any, activations: ActivationMemory) -> None:
-    """Let checkpointed `layers` (`GradientCheckpointingLayer`s) and `head` (a `TokenLossHead`) keep what `activations`
+def store_activations(layers: Sequence[Any], head: Any, activations: ActivationMemory) -> None:
+    """Let checkpointed `layers` (`GradientCheckpointingLayer`s) and `head` (a `TokenLossHead`) store what `activations`
     says, in place."""
     head.memory = activations.loss
     for i, layer in enumerate(layers):
         if getattr(layer, "gradient_checkpointing", False):
-            layer.gradient_checkpointing = i < len(layers) - activations.num_kept
-            if activations.keeps_attention:
+            layer.gradient_checkpointing = i < len(layers) - activations.num_stored
+            if activations.stores_attention:
                 func = partial(layer._gradient_checkpointing_func, context_fn=keep_attention_outputs)
                 layer._gradient_checkpointing_func = func
 

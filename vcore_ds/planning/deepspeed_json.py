@@ -177,9 +177,11 @@ def read_zero_settings(config: Mapping[str, Any], num_ranks: int) -> ZeroSetting
     """Read what a DeepSpeed configuration says about the memory and time of a run on `num_ranks` ranks that shard."""
     zero = config["zero_optimization"]
     hpz = zero.get("zero_hpz_partition_size", 1)
-    offloads = {
+    offloads: dict[str, Any] = {
         name: isinstance(section := zero.get(key), Mapping) and section.get("device") == "cpu"
         for key, name in (("offload_param", "offloads_parameters"), ("offload_optimizer", "offloads_optimizer"))
     }
-    sizes = {field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)}
+    sizes: dict[str, Any] = {
+        field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)
+    }
     return ZeroSettings(**offloads, **sizes, ranks_of_second_copy=min(hpz, num_ranks) if isinstance(hpz, int) else 1)

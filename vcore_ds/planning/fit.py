@@ -76,7 +76,7 @@ class MemoryPlan:
         settings, checkpointed = self.settings, "model.gradient_checkpointing=true"
         if settings.stages_checkpoints:
             yield "checkpoint.async=false", {"stages_checkpoints": False}
-        recomputes_all = replace(settings.activations, num_kept=0, keeps_attention=False)
+        recomputes_all = replace(settings.activations, num_stored=0, stores_attention=False)
         if not settings.is_checkpointed or settings.activations != recomputes_all:
             yield checkpointed, {"is_checkpointed": True, "activations": recomputes_all}
         larger, in_node = (
@@ -93,8 +93,8 @@ class MemoryPlan:
             for name, all_of_it in (("offload_optimizer", False), ("offload_all", True)):
                 if not settings.zero.offloads_optimizer or (all_of_it and not settings.zero.offloads_parameters):
                     file = f"engine.deepspeed_config={SHIPPED_DEEPSPEED_CONFIGS.name}/zero3_bf16_{name}.json"
-                    offloads = dict(offloads_optimizer=True, offloads_parameters=all_of_it, ranks_of_second_copy=1)
-                    yield file, {"zero": replace(settings.zero, **offloads)}
+                    zero = replace(settings.zero, offloads_parameters=all_of_it, ranks_of_second_copy=1)
+                    yield file, {"zero": replace(zero, offloads_optimizer=True)}
         if not settings.offloads_checkpoints:
             words = ([] if settings.is_checkpointed else [checkpointed]) + ["model.activation_offload=true"]
             yield " ".join(words), {"is_checkpointed": True, "offloads_checkpoints": True}
@@ -148,12 +148,12 @@ def choose_activations(
     if settings.on_gpu:
         keep_first(replace(chosen, loss=LossMemory(block_bytes)) for block_bytes in _LOSS_BLOCKS)
     if keeps_layers:
-        keep_first([replace(chosen, keeps_attention=True)])
+        keep_first([replace(chosen, stores_attention=True)])
     keeping = replace(chosen, loss=replace(chosen.loss, keeps_logit_gradients=True))
     if replace(settings, activations=keeping).keeps_logit_gradients(shape):
         keep_first([keeping])
     if keeps_layers:
-        keep_first(replace(chosen, num_kept=number) for number in range(shape.num_layers, 0, -1))
+        keep_first(replace(chosen, num_stored=number) for number in range(shape.num_layers, 0, -1))
     return chosen
 
 
@@ -259,10 +259,10 @@ def describe_recomputation(settings: MemorySettings) -> str:
     if not settings.is_checkpointed:
         return ""
     activations = settings.activations
-    recomputed = activations.num_layers - activations.num_kept
+    recomputed = activations.num_layers - activations.num_stored
     if recomputed == 0:
         return "Activation checkpoints: none; memory suffices for the activations of all layers"
-    attention = " from the output of their attention" if activations.keeps_attention else ""
+    attention = " from the output of their attention" if activations.stores_attention else ""
     return f"Activation checkpoints: {recomputed} of {count(activations.num_layers, 'layer')} recomputed{attention}"
 
 

@@ -249,10 +249,10 @@ class _Model:
         between = _divide(num_tokens, self.settings.tensor)
         if self.settings.is_checkpointed:
             kept = self.estimate_checkpoint(num_tokens) * (shape.num_layers + 1)
-            kept += activations.num_kept * self._estimate_layer_kept(num_tokens)
-            if activations.keeps_attention:
+            kept += activations.num_stored * self._estimate_layer_kept(num_tokens)
+            if activations.stores_attention:
                 bytes_token = shape.num_heads * (b * shape.head_dim + _FP32)  # output and log-sum-exp of a layer
-                kept += (shape.num_layers - activations.num_kept) * num_tokens * bytes_token
+                kept += (shape.num_layers - activations.num_stored) * num_tokens * bytes_token
             return kept
         last_norm = between * (shape.hidden_size * (self.norm_bytes + b) + _FP32)
         return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm

@@ -180,7 +180,7 @@ class StepPasses:
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
         is_full, activations = settings.lora is None, settings.activations
         again = activations.recomputed_share if settings.is_checkpointed else 0.0
-        attention = 3 + again * (not activations.keeps_attention)
+        attention = 3 + again * (not activations.stores_attention)
         linear = (3 if is_full else 2) + again
         # The backward of FlashAttention computes the scores again, half a forward.
         train = PassWork(linear, attention, gathers=2, exchanges=2 + again, runs=2, reduces=1, attention_again=0.5)

@@ -89,17 +89,17 @@ DEFAULT_LOSS_MEMORY = LossMemory(256 * 2**20)
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """What a step keeps for its backward although it could compute it again (`planning.fit.choose_activations`)."""
+    """What a step stores for its backward although it could compute it again (`planning.fit.choose_activations`)."""
 
     num_layers: int = 1  # of the decoder
-    num_kept: int = 0  # of these, the last ones, layers of a checkpointed model that keep all their activations
-    keeps_attention: bool = False  # whether the checkpointed layers keep the output of their attention
+    num_stored: int = 0  # of these, the last ones, layers of a checkpointed model that store all their activations
+    stores_attention: bool = False  # whether the checkpointed layers store the output of their attention
     loss: LossMemory = DEFAULT_LOSS_MEMORY
 
     @property
     def recomputed_share(self) -> float:
         """Share of the layers of a checkpointed model that are recomputed."""
-        return 1 - self.num_kept / self.num_layers
+        return 1 - self.num_stored / self.num_layers
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from vcore_ds.data.dataset import (
     Dataset,
     JoinedDataset,
     JoinedStores,
-    KeptDataset,
     MainOrder,
     RandomDraws,
     Store,
+    SubsetDataset,
     add_reference,
     find_token_store,
     hold_out,
@@ -211,7 +211,7 @@ class DataReader:
             weights.check_has(remaining)
         if kept is None and len(remaining) == len(store):
             return dataset
-        return KeptDataset(
+        return SubsetDataset(
             dataset,
             remaining,
             description="" if kept is None else kept.describe(),
@@ -223,8 +223,8 @@ class DataReader:
     def read_validation(self, training: Dataset) -> dict[str, Dataset]:
         """Read the held-out sets by name: those of data.validation_path, or the sequences that `training`, of
         `read_training_data`, leaves out."""
-        if isinstance(training, KeptDataset) and training.held_out is not None:
-            return {"": KeptDataset(find_token_store(training), training.held_out)}
+        if isinstance(training, SubsetDataset) and training.held_out is not None:
+            return {"": SubsetDataset(find_token_store(training), training.held_out)}
         return {name: self.read_store(path) for name, path in self.settings.validation_paths().items()}
 
     def _hold_out(self, store: Store, seed: int) -> np.ndarray | None:

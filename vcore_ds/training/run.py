@@ -15,7 +15,7 @@ from vcore_ds.common.text import count
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe, flat_values
-from vcore_ds.data.dataset import Dataset, KeptDataset, find_token_store
+from vcore_ds.data.dataset import Dataset, SubsetDataset, find_token_store
 from vcore_ds.data.prepare.sources import check_inputs
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -368,11 +368,11 @@ def begin_folder(
 def open_log(recipe: Recipe, opened: OpenedRun, notes: Sequence[str]) -> MetricsLog:
     """Write recipe, environment and the notes on the start, and open the metrics log with its trackers. On rank 0."""
     folder, dataset = Path(recipe.run.output_dir), opened.data.feed.dataset
-    kept, text = dataset.origin if isinstance(dataset, KeptDataset) else None, "\n".join(notes)
+    kept, text = dataset.origin if isinstance(dataset, SubsetDataset) else None, "\n".join(notes)
     num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept, text)
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
-    if isinstance(dataset, KeptDataset) and dataset.held_out is not None:
+    if isinstance(dataset, SubsetDataset) and dataset.held_out is not None:
         files, rows = find_token_store(dataset).origins()
         run_folder.write_held_out_rows(folder, [(files[i], int(rows[i]) + 1) for i in dataset.held_out.tolist()])
     trackers = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)

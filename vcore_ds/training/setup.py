@@ -67,7 +67,7 @@ def build_engine(
     model = load_model(settings, ds_config)
     partition_experts(model)
     if activations is not None:
-        model.keep(activations)
+        model.store_activations(activations)
     model.train()
     return Engine(
         model,

@@ -9,7 +9,7 @@ from vcore_ds.common.text import count
 from vcore_ds.config.data_section import DataConfig, WeightedPath
 from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.sections import LoraConfig, ModelConfig, ProbeConfig, UtilityConfig
-from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_store
+from vcore_ds.data.dataset import Dataset, MainOrder, SubsetDataset, find_token_store
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.models.architecture_check import count_parameters
@@ -37,12 +37,12 @@ def describe_data(path: str, dataset: Dataset) -> str:
     num_tokens, num_supervised = count_dataset_tokens(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     left_out: dict[str, int] = {}
-    if isinstance(dataset, KeptDataset):
+    if isinstance(dataset, SubsetDataset):
         held_out = 0 if dataset.held_out is None else len(dataset.held_out)
         numbers = {"in data.probe_path too": dataset.num_trusted, "held out (data.validation_share)": held_out}
         left_out = {why: number for why, number in numbers.items() if number}
     dropped: dict[str, int] = {}
-    if isinstance(dataset, KeptDataset) and dataset.description:
+    if isinstance(dataset, SubsetDataset) and dataset.description:
         size = dataset.description
     else:
         num_rows, dropped = find_token_store(dataset).count_dropped_rows()

@@ -18,7 +18,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
-from vcore_ds.models.causal_lm import TokenLossHead, keep_activations
+from vcore_ds.models.causal_lm import TokenLossHead, store_activations
 from vcore_ds.models.megatron.parallel_layers import (
     ColumnLinears,
     DecoderLayer,
@@ -143,9 +143,9 @@ class ParallelTokenLossModel(nn.Module):
         """Object with the configuration, like `TokenLossModel.base`."""
         return SimpleNamespace(config=self.config)
 
-    def keep(self, activations: ActivationMemory) -> None:
-        """As `TokenLossModel.keep`."""
-        keep_activations(list(self.layers), self.lm_head, activations)
+    def store_activations(self, activations: ActivationMemory) -> None:
+        """As `TokenLossModel.store_activations`."""
+        store_activations(list(self.layers), self.lm_head, activations)
 
     def compute_buffers(self) -> None:
         """Recompute the rotary frequencies, which are not in the files: under zero.Init, which replaces torch's
