@@ -11,10 +11,11 @@ max_restarts=${MAX_RESTARTS:-100}
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
 mkdir -p "$logs"
-export PATH="$PWD/.venv/bin:$PATH"
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export PATH="$repository/.venv/bin:$PATH"
 # The working folder of a sweep may hold a queue.py; a checkout need not be installed.
 export PYTHONSAFEPATH=1
-if [[ -e launch_scripts/slurm/train.sh ]]; then export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"; fi
+if [[ -e $repository/vcore_ds/__main__.py ]]; then export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"; fi
 # Lets a phase of a step reuse memory that another has freed, whatever the block sizes. The user's setting, under either
 # name, takes precedence.
 if [[ -z ${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}; fi

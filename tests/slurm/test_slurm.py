@@ -202,15 +202,17 @@ def check_other_number_of_nodes(cluster: Cluster, checkout: Path, job: str, run:
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):
-    disk = cluster.folder / "node_disk"
+def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, tmp_path: Path):
+    """The user submits from a folder that is not the repository."""
+    disk, script = cluster.folder / "node_disk", REPOSITORY / "launch_scripts" / "train.slurm"
     cluster.run(f"srun --nodelist=n1 cp {setup.train} {disk}/train.jsonl")
+    (tmp_path / "mine.yaml").write_text("base: qwen3_32b_math_lora\n")
     changes = (f"run.output_dir={disk}/run", f"data.train_path={disk}/train.jsonl", "lora=null", *PARALLEL)
-    job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(disk), *changes)
+    job = cluster.submit(f"--nodes=2 {script} mine.yaml", tmp_path, *setup.overrides(disk), *changes)
     wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job", every_seconds=1)
-    text = (checkout / f"slurm-{job}.out").read_text()
+    text = (tmp_path / f"slurm-{job}.out").read_text()
     assert (cluster.field(job, "ExitCode"), cluster.field(job, "Restarts")) == ("2:0", "0"), text
-    assert "Traceback" not in text and not (checkout / "runs" / "slurm" / job / "attempt_0" / "n1.log").exists()
+    assert "Traceback" not in text and not (tmp_path / "runs" / "slurm" / job / "attempt_0" / "n1.log").exists()
     problems = text.partition("the nodes are not ready for this run:\n")[2].splitlines()
     for part in (
         "n1: free disk: found 0.2",

@@ -12,8 +12,10 @@ import pytest
 from transformers import Qwen3Config
 
 from tests.helpers.commands import HANG_SECONDS
+from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import COMMANDS, main
 from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.data.prepare import convert, report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
@@ -201,6 +203,23 @@ def test_wrong_arguments_name_what_is_missing_and_how_to_replace_values(capsys: 
     }.items():
         assert main(words.replace("RECIPE", str(RECIPE)).split()) == 2
         assert hint in capsys.readouterr().err, words
+
+
+def test_check_reads_raw_rows_once_without_datasets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The import of `datasets`, with that of pandas, took as long as rendering 350 rows six times, as check did."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    model, examine, examined = write_model(tmp_path / "model"), convert.examine_row, list[int]()
+    for module in (convert, report):
+        monkeypatch.setattr(module, "examine_row", lambda *words: examined.append(words[0].number) or examine(*words))
+    data = write_conversations(tmp_path / "rows.jsonl", sums(range(5)))
+    words = [f"model.path={model}", f"data.train_path={data}", f"run.output_dir={tmp_path}/new", "batch.global_size=12"]
+    assert main(["check", str(RECIPE), "methods/sft.yaml", *words, f"data.cache_dir={tmp_path}/cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert examined == [0, 1, 2, 3, 4] and f"Data: {data}: 5 rows" in lines
+    assert "Warning: batch.global_size: a step takes the training data 2.4 times; expected at most once" in lines
+    assert any(line.startswith(f"Data: the 5 sequences of {data}, mean ") for line in lines)
 
 
 def test_check_reports_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def incomparable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["a", "more_samples"], "more_samples: aime: found samples of a problem 4 (1)"),
         (["a", "more_tasks"], "a: found no graded task gsm8k (there: aime)"),
         (["more_tasks", "a"], "a: found no graded task gsm8k (there: aime)"),
-        (["a", "sampling"], "sampling: aime: found temperature 0.0 (0.6), top_k 20 (None); expected"),
+        (["a", "sampling"], "sampling: aime: found temperature 0.0 (0.6), top_k 20 (null); expected"),
         (["more_tasks", "limits"], "limits: gsm8k: found max_new_tokens 512 (8192)"),
         (["nothing", "nothing_2"], "nothing: found no graded task"),
         (["a", "damaged"], "damaged/evaluation.json"),

@@ -418,11 +418,10 @@ def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp
     assert f"2 rows, first {source}:9: found the keys a; expected" in str(error.value)
     assert f"1 row, first {source}:10: not JSON" in str(error.value) and f"{source}:11" not in str(error.value)
     assert "data.max_malformed=0.28 in a recipe, --max-malformed 0.28 of prepare" in str(error.value)
-    listed = (tmp_path / "store.unfinished" / "malformed.txt").read_text()
-    assert f"{source}:11: found the keys a; expected" in listed
+    listed = tmp_path / "store.malformed.txt"
+    assert str(listed) in str(error.value) and f"{source}:11: found the keys a; expected" in listed.read_text()
     assert run(source, max_malformed=0.28).num_kept == 8
-    assert "11 rows were converted before" in run.said
-    assert (tmp_path / "store.malformed.txt").read_text() == listed
+    assert "11 rows were converted before" in run.said and listed.read_text().count("\n") == 3
 
 
 def test_overlong_sequences_are_dropped_or_truncated(run, tmp_path: Path) -> None:

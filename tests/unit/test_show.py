@@ -67,6 +67,23 @@ def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: py
     assert all(text in lines for text in expected)
 
 
+def test_other_markers_and_white_space_of_thinking_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = make_template_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path / "qwen3")
+    begin, end = "<|begin_of_thought|>", "<|end_of_thought|>"
+    answers = ["<think>\nx\n</think>\n\none", "<think>x</think>one", "x</think>one", f"{begin}\nx\n{end}\n\none"]
+    earlier = [{"role": "assistant", "content": "<think>x</think>no"}, QUESTION]  # whose thinking the template removes
+    turns = [[QUESTION, {"role": "assistant", "content": text}] for text in answers]
+    path, marked, spaced = tmp_path / "rows.jsonl", "1 have thinking between other markers", "2 have other white space"
+    path.write_text("\n".join(json.dumps({"messages": row}) for row in [*turns, [QUESTION, *earlier, *turns[0][1:]]]))
+    command = ["prepare", str(path), "--tokenizer", str(tmp_path / "qwen3")]
+    reports = ["\n".join(describe_reading(str(path), None, tokenizer))]
+    for words in (["--show", "1"], ["--output", str(tmp_path / "store"), "--processes", "1"]):
+        assert main([*command, *words]) == 0
+        reports.append(capsys.readouterr().out)
+    assert all(marked in report and spaced in report for report in reports), reports
+
+
 def test_a_turn_without_an_end_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A base model whose tokenizer lacks the template's end of turn."""
     tokenizer = make_tokenizer(special_tokens=["<|endoftext|>"], end="<|endoftext|>")

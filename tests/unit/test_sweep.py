@@ -188,8 +188,8 @@ def test_a_sweep_can_be_resumed_and_extended(folder: Path) -> None:
     ("changes", "line"),
     [
         ({"common": ["optimizer.learning_rate=0.2"]}, "sft/seed_1: optimizer.learning_rate: 0.1 there, 0.2 here"),
-        ({"common": ["data.train_path=b.jsonl"]}, "sft/seed_1: data.train_path: 'train.jsonl' there, 'b.jsonl' here"),
-        ({"common": ["data.keep={scores: b, top: 0.5}"]}, "sft/seed_1: data.keep.scores: 'scores' there, 'b' here"),
+        ({"common": ["data.train_path=b.jsonl"]}, 'sft/seed_1: data.train_path: "train.jsonl" there, "b.jsonl" here'),
+        ({"common": ["data.keep={scores: b, top: 0.5}"]}, 'sft/seed_1: data.keep.scores: "scores" there, "b" here'),
         ({"seeds": [1, 3]}, "sft/seed_2: found there, not in mine.yaml"),
         ({"cells": {"sft": SFT}}, "vcore/seed_1: found there, not in mine.yaml"),
     ],

@@ -2,13 +2,13 @@
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.commands.plan import prediction
-from vcore_ds.commands.plan.columns import find_lengths, find_tokenizer, with_num_steps
+from vcore_ds.commands.plan.columns import count_sequences, find_lengths, find_tokenizer, with_num_steps
 from vcore_ds.commands.plan.prediction import LengthModel, simulate, summarize_batches
 from vcore_ds.common.errors import Problems, UserError
 from vcore_ds.common.imports import lasting_imports
@@ -24,6 +24,7 @@ from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import find_or_assume_shape, find_shape, is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.run_folder import FinishedRun, can_resume, check_output_folder
+from vcore_ds.training.schedule import warn_of_repeats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,17 +71,18 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.prints_recipe:
         print(dump_recipe(recipe), end="")
         return
+    stores: dict[str, str] = {}
     if tokenizer is not None:
         from vcore_ds.training.feed import check_local_data
 
-        check_local_data(recipe.data, recipe.model.path, tokenizer)
+        stores = check_local_data(recipe.data, recipe.model.path, tokenizer)
     renderer = find_tokenizer(recipe.model.path, tokenizer)
-    lengths = find_lengths(recipe.data, recipe.model.path, renderer)
+    lengths = find_lengths(recipe.data, recipe.model.path, renderer, stores)
     lines = [f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)"]
     if arguments.gpu is not None:
         lines.append(plan_on(arguments.gpu, recipe, num_ranks, lengths).describe())
     lines += [*warnings, f"Batch: {plan.describe()}", *describe_lengths(recipe, lengths)]
-    lines += [*describe_ranks(recipe, plan, ds_config, lengths), *describe_rows(recipe, renderer)]
+    lines += [*describe_ranks(recipe, plan, ds_config, lengths), *describe_rows(recipe, renderer, stores)]
     if recipe.data.probe_path is not None and recipe.data.keep is None:
         words = shlex.join(["vcore-ds", "score", arguments.recipe, *arguments.overrides])
         lines.append(
@@ -137,17 +139,23 @@ def describe_lengths(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
             yield f"Training data: {read_selection(recipe.data.keep).describe()}{takes}"
     elif lengths.sampled:
         yield f"Data: {lengths.source}{takes}"
+    per_step = recipe.batch.global_size - derive_plan_settings(recipe).num_trusted
+    if (number := count_sequences(recipe.data, lengths)) and (warning := warn_of_repeats(per_step / number)):
+        yield f"Warning: {warning}"
 
 
-def describe_rows(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:
-    """Lines on how the rows of data on this machine are read, or were when their token store was made; on learned turns
-    that end otherwise than the model's answers; and on paths that are not here: a typo, or data of the cluster."""
+def describe_rows(
+    recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None", stores: Mapping[str, str]
+) -> Iterator[str]:
+    """Lines on how the rows of data on this machine are read, or were when their token store was made (`stores` by
+    path); on learned turns that end otherwise than the model's answers; and on paths that are not here: a typo, or data
+    of the cluster."""
     paths = {key: path for key, path in recipe.data.paths().items() if is_readable(path)}
     for path in (path for key, path in paths.items() if key not in WRITTEN_BY_COMMANDS):
         from vcore_ds.data.prepare import report  # reads files: not where there are none
 
         try:
-            lines = report.describe_reading(path, recipe.data.columns, tokenizer, recipe.data.split)
+            lines = report.describe_reading(path, recipe.data.columns, tokenizer, recipe.data.split, stores.get(path))
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count
+from vcore_ds.config.problems import show
 from vcore_ds.training.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _check_comparable(one: Evaluated, first: Evaluated, task: str) -> None:
     (there, problems), (here, expected) = (
         (_describe_sampling(each, task), each.correct[task]) for each in (one, first)
     )
-    wrong = [f"{key} {there.get(key)!r} ({here.get(key)!r})" for key in here | there if here.get(key) != there.get(key)]
+    differing = [key for key in here | there if here.get(key) != there.get(key)]
+    wrong = [f"{key} {show(there.get(key))} ({show(here.get(key))})" for key in differing]
     if different := problems.keys() ^ expected.keys():
         wrong.append(f"{count(len(different), 'problem')} that only one of them has, such as {min(different)}")
     if wrong:

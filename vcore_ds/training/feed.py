@@ -332,10 +332,10 @@ def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTra
     return TokenStore(folder, tokenizer, cutoff_length=length, vocabulary_size=size)
 
 
-def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Open the data of a recipe that are on this machine as a run does. Token stores of large raw data are left to
-    the run. Raises its UserErrors."""
-    problems = Problems()
+def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Open the data of a recipe that are on this machine as a run does, and return the token store of each path. Those
+    of large raw data are left to the run. Raises its UserErrors."""
+    problems, stores = Problems(), dict[str, str]()
     for key, path in settings.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
@@ -345,7 +345,9 @@ def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedToke
             folder = find_or_make_store(path, tokenizer, settings, say=lambda _: None)
             check_contents(folder, cache_root(settings.cache_dir))
             open_store(settings, folder, model, tokenizer)
+            stores[path] = str(folder)
     problems.raise_all()
+    return stores
 
 
 def count_dataset_tokens(dataset: Dataset) -> tuple[int, int]:

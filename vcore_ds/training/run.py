@@ -55,7 +55,7 @@ from vcore_ds.training.metrics_log import MetricsLog, name_held_out, start_track
 from vcore_ds.training.model_card import Kind, check_export, make_model_card
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.run_folder import begin_branch, can_resume
-from vcore_ds.training.schedule import Schedule, derive_schedule
+from vcore_ds.training.schedule import Schedule, derive_schedule, warn_of_repeats
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import (
     check_approximation,
@@ -262,8 +262,8 @@ def describe_start(
         description = "\n".join([*lines, ""])
         console.say(description)
         console.note(description)
-    if (epochs := feed.epoch(1)) > 1:
-        console.warn(f"batch.global_size: a step takes the training data {epochs:.3g} times; expected at most once")
+    if (warning := warn_of_repeats(feed.epoch(1))) is not None:
+        console.warn(warning)
     for part, used in utilization.items():
         console.note(f"Balance of the {part} batch in the next steps: {used.describe()}")
         if used.is_low:

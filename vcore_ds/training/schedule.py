@@ -35,6 +35,13 @@ class Schedule:
         return next((k for k in range(shorter) if self.learning_rate(k) != other.learning_rate(k)), shorter)
 
 
+def warn_of_repeats(epochs_per_step: float) -> str | None:
+    """A warning if an optimizer step takes the training data more than once."""
+    if epochs_per_step <= 1:
+        return None
+    return f"batch.global_size: a step takes the training data {epochs_per_step:.3g} times; expected at most once"
+
+
 def derive_schedule(config: ScheduleConfig, peak_learning_rate: float, num_sequences: int, per_step: int) -> Schedule:
     """Derive the schedule of a run on `num_sequences` training sequences, `per_step` in each optimizer step; epochs are
     rounded up to whole steps."""

@@ -4,11 +4,12 @@ measured run tell a plan."""
 import argparse
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vcore_ds.commands.plan.prediction import (
@@ -107,16 +108,25 @@ _MAX_ROWS = 256  # rows of raw data that are tokenized, which takes a second or 
 _MAX_LENGTHS = 4096  # lengths of a token store that are kept
 
 
-def find_lengths(data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase | None" = None) -> LengthModel:
+def find_lengths(
+    data: DataConfig,
+    model_path: str,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    stores: Mapping[str, str] = MappingProxyType({}),
+) -> LengthModel:
     """Sample the lengths of data.train_path and data.probe_path; those of typical reasoning traces if the training data
     are not on this machine, have no sequence within data.cutoff_length, or are raw data and the model's tokenizer is
-    not here. `tokenizer`: the model's, if it is loaded. Raises UserError for a damaged token store or an unreadable
-    file."""
+    not here. `tokenizer`: the model's, if it is loaded; `stores`: path of raw data -> its token store, where it has
+    been made. Raises UserError for a damaged token store or an unreadable file."""
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return LengthModel()
     tokenizer = find_tokenizer(model_path, tokenizer)
-    samples, totals = zip(*(_read(file.path, data, tokenizer) for file in files), strict=True)
+
+    def read(path: str) -> tuple[list[int], int | None]:
+        return _read(stores.get(path, path), data, tokenizer)
+
+    samples, totals = zip(*(read(file.path) for file in files), strict=True)
     if not all(samples):
         return LengthModel()
     num_read, sum_weights = sum(map(len, samples)), sum(file.weight for file in files)
@@ -128,7 +138,7 @@ def find_lengths(data: DataConfig, model_path: str, tokenizer: "PreTrainedTokeni
     num_sequences = None if None in totals else sum(total or 0 for total in totals)
     probe: list[int] = []
     if data.probe_path is not None and is_readable(data.probe_path):
-        probe, _ = _read(data.probe_path, data, tokenizer)
+        probe, _ = read(data.probe_path)
     which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {num_read:,}"
     mean = sum(lengths) / len(lengths)
     source = f"{which} sequences of {data.train_name()}, mean {mean:,.0f} tokens, longest {max(lengths):,}"
@@ -137,7 +147,7 @@ def find_lengths(data: DataConfig, model_path: str, tokenizer: "PreTrainedTokeni
         num_held_out = round(data.validation_share * num_sequences)
         num_sequences -= num_held_out
     elif data.validation_path is not None and all(map(is_readable, data.validation_paths().values())):
-        totals = tuple(_read(path, data, tokenizer)[1] for path in data.validation_paths().values())
+        totals = tuple(read(path)[1] for path in data.validation_paths().values())
         num_held_out = None if None in totals else sum(total or 0 for total in totals)
     return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source, num_held_out)
 
@@ -191,17 +201,19 @@ def find_tokenizer(
     return tokenizer
 
 
+def count_sequences(data: DataConfig, lengths: LengthModel) -> int | None:
+    """The number of training sequences, those that data.keep selects; None if it is not known here."""
+    if data.keep is None:
+        return lengths.num_sequences
+    from vcore_ds.data.score_selection import read_selection  # imports numpy
+
+    return len(read_selection(data.keep).positions) if is_readable(data.keep.scores) else None
+
+
 def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     """The plan's settings, with the steps of `schedule.num_epochs` where the number of training sequences is known."""
-    settings, num_sequences = derive_plan_settings(recipe), lengths.num_sequences
-    if settings.num_steps is not None:
-        return settings
-    if recipe.data.keep is not None:
-        from vcore_ds.data.score_selection import read_selection  # imports numpy
-
-        is_here = is_readable(recipe.data.keep.scores)
-        num_sequences = len(read_selection(recipe.data.keep).positions) if is_here else None
-    if num_sequences is None:
+    settings = derive_plan_settings(recipe)
+    if settings.num_steps is not None or (num_sequences := count_sequences(recipe.data, lengths)) is None:
         return settings
     per_step = settings.batch.global_size - settings.num_trusted
     schedule = derive_schedule(recipe.schedule, recipe.optimizer.learning_rate, num_sequences, per_step)

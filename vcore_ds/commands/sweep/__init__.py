@@ -37,6 +37,7 @@ from vcore_ds.common.paths import can_be_hub_id, compute_file_digest, is_readabl
 from vcore_ds.common.text import align_columns, count
 from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.config.load import SHIPPED_SLURM, dump_recipe, dump_yaml, read_resolved_recipe
+from vcore_ds.config.problems import show
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.distributed.signals import STOPPING
 
@@ -151,7 +152,7 @@ def _list_changed_recipes(sweep: Sweep, before: SweepFolder) -> Iterator[str]:
         differing = differing_keys(there, here)
         for key in old | new:
             if key in differing or (FIXED.fullmatch(key) and old.get(key) != new.get(key)):
-                yield f"{name}: {key}: {old.get(key)!r} there, {new.get(key)!r} here"
+                yield f"{name}: {key}: {show(old.get(key))} there, {show(new.get(key))} here"
 
 
 def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
@@ -237,15 +238,15 @@ def plan_sweep(sweep: Sweep, gpu: str, num_ranks: int) -> None:
 def _check_run(recipe: Recipe, cache: str) -> LengthModel:
     """Check model and data as `vcore-ds check` does, with token stores in the folder `cache`; return the lengths of the
     data. Raises UserError."""
-    data = recipe.data.model_copy(update={"cache_dir": cache})
+    data, stores = recipe.data.model_copy(update={"cache_dir": cache}), dict[str, str]()
     for key, path in data.paths().items():
         if not is_readable(path) and not can_be_hub_id(path):
             raise UserError(f"data.{key}: {path}: there is no such file")
     if (tokenizer := check_model(recipe)) is not None:
         from vcore_ds.training.feed import check_local_data  # imports torch: seconds
 
-        check_local_data(data, recipe.model.path, tokenizer)
-    return find_lengths(data, recipe.model.path, tokenizer)
+        stores = check_local_data(data, recipe.model.path, tokenizer)
+    return find_lengths(data, recipe.model.path, tokenizer, stores)
 
 
 # ---- a job array -----------------------------------------------------------------------------------------------------

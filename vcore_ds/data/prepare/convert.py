@@ -3,7 +3,8 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,11 +16,11 @@ from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare.rows import read_chat_row
 from vcore_ds.data.prepare.sources import RawFile, UnreadableRow, describe_source
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED, describe_tokenizer
+from vcore_ds.data.templates import match_special_tokens
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
 if TYPE_CHECKING:
-    from datasets import Features
-    from pyarrow import Table
+    from pyarrow import Schema
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_VERSION = 4
@@ -32,11 +33,20 @@ KEPT, MALFORMED = "kept", "malformed"
 NOTICED = {
     "truncated": "truncated at the cutoff: their ends, with the answer and the end of the turn, are not learned",
     **NOTICES,
+    "other_markers": "have thinking between other markers than <think> and </think>, such as <|begin_of_thought|>: it "
+    "is learned as text of the answer; replace the markers",
+    "line_breaks": "have other white space around their thinking than the chat template writes, such as "
+    "<think>x</think>answer: the template's line breaks are learned",
     "null_arguments": "have calls with null arguments, which a table gives to arguments that a call does not have: "
     "they are left out. JSON lines, or `arguments` as JSON text, keep them",
 }
 """Observations on kept sequences, each a number for a sequence, and the text of their line."""
 
+_OTHER_MARKERS = re.compile(
+    r"\s*(<\|begin_of_(?:thought|thinking)\|>|<\|?(?:thinking|thought|reasoning|reason|scratchpad)\|?>|\[THINK\])",
+    re.IGNORECASE,
+)
+"""Beginnings of answers, in data for other templates, whose thinking is in no `<think>`."""
 _CHARACTERS_PER_TOKEN, _MIN_CHARACTERS = 64, 2**20
 """A row is not tokenized if it has more characters than the minimum, and more than 64 for each token of the cutoff."""
 _MAX_REASON = 1_000  # characters of a reason; reasons quote the row, which can be of any size
@@ -87,23 +97,23 @@ class RowOutcome:
     digest: int = 0  # equal for rows with the same messages
 
 
-def make_features() -> "Features":
+def make_schema() -> "Schema":
     """Make the columns of results, which are pickled; rows that are not kept have no tokens."""
-    from datasets import Features, List, Value
+    import pyarrow as pa
 
-    ids, marks = List(Value("int32")), List(Value("uint8"))
-    return Features({"number": Value("int64"), "result": Value("binary"), "input_ids": ids, "marks": marks})
+    ids, marks = pa.list_(pa.int32()), pa.list_(pa.uint8())
+    return pa.schema({"number": pa.int64(), "result": pa.binary(), "input_ids": ids, "marks": marks})
 
 
 def convert_batch(
-    batch: "Table", places: Sequence[int], request: PrepareRequest, file: RawFile, numbers: np.ndarray
+    rows: Sequence[bytes], numbers: Sequence[int], request: PrepareRequest, file: RawFile
 ) -> dict[str, list[Any]]:
-    """Convert encoded rows of a file; `numbers[places]` are theirs."""
+    """Convert encoded rows of a file, whose `numbers` are theirs, to columns of results."""
     tokenizer = open_tokenizer(request.tokenizer)
-    results = [RowOutcome(number) for number in numbers[places].tolist()]
+    results = [RowOutcome(number) for number in numbers]
     items = [
-        examine_row(result, file.parse(row.as_py()), request, file, tokenizer)
-        for result, row in zip(results, batch["row"], strict=True)
+        examine_row(result, file.parse(row), request, file, tokenizer)
+        for result, row in zip(results, rows, strict=True)
     ]
     rendered = [item for item in items if item is not None]
     sequences = iter(tokenize_rendered(rendered, tokenizer) if rendered else [])
@@ -145,8 +155,37 @@ def examine_row(
     text = json.dumps(content, sort_keys=True, default=repr).encode()
     result.digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
     result.context_turns = len(conversation.context_turns)
-    result.noticed = {**(item.notices if item else {}), "null_arguments": int(conversation.has_null_arguments)}
+    read = [value for name, value in row.items() if name not in conversation.unknown]
+    result.noticed = {
+        **(item.notices if item else {}),
+        "other_markers": int(_has_other_markers(conversation, tokenizer)),
+        "line_breaks": int(item is not None and any(_differs_in_space(text, item.text) for text in _iter_texts(read))),
+        "null_arguments": int(conversation.has_null_arguments),
+    }
     return item
+
+
+def _has_other_markers(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase | None") -> bool:
+    """Whether an answer begins with thinking in markers that are text for the tokenizer and its template."""
+    answers = (message["content"] for message in conversation.messages if message["role"] == "assistant")
+    markers = [match[1] for answer in answers if (match := _OTHER_MARKERS.match(answer))]
+    special = None if tokenizer is None else match_special_tokens(tokenizer)
+    return any(special is None or not special.fullmatch(marker) for marker in markers)
+
+
+def _differs_in_space(text: str, rendered: str) -> bool:
+    """Whether a turn with thinking is in the rendered conversation up to white space alone."""
+    if "</think>" not in text or text.strip() in rendered:
+        return False
+    return "".join(text.split()) in "".join(rendered.split())
+
+
+def _iter_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _iter_texts(item)
 
 
 def _check_size(conversation: Conversation, request: PrepareRequest) -> None:

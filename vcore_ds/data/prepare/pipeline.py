@@ -1,8 +1,8 @@
-"""`vcore-ds prepare`: raw rows to a token store, file by file, by `map` of `datasets` on pieces of their rows.
+"""`vcore-ds prepare`: raw rows to a token store, file by file, in pieces of their rows.
 
     OUTPUT.unfinished/request.json        the request; another one is refused
     OUTPUT.unfinished/rows.arrow          the rows of the file that is being converted
-    OUTPUT.unfinished/results/*.arrow     results of a piece, the cache of `map`: no finished piece is converted again
+    OUTPUT.unfinished/results/*.arrow     results of a piece: no finished piece is converted again
     OUTPUT.unfinished/files.json          of each finished file the number of rows, and of rows and blank lines
 
 The store does not depend on the number of processes or on interruptions: a sample consists of the rows with the
@@ -32,7 +32,7 @@ import numpy as np
 from vcore_ds.common import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences, discard_parts, resume_or_begin, unfinished_work
-from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_json, write_text
+from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_atomically, write_json, write_text
 from vcore_ds.common.text import Progress
 from vcore_ds.config.data_section import MANIFEST
 from vcore_ds.data.conversations import check_tokenizer
@@ -45,6 +45,7 @@ from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
 if TYPE_CHECKING:
     from pyarrow import Table
+    from transformers import PreTrainedTokenizerBase
 
 _ROUND_ROWS, _PIECE_ROWS = 2**15, 256  # between two messages on progress, and of a piece, for any number of processes
 _BATCH_ROWS, _BATCH_BYTES = 64, 16 * 2**20  # rows that are tokenized together; one of more bytes is alone
@@ -67,31 +68,21 @@ def convert_pieces(request: PrepareRequest, file: RawFile, rows: Path, processes
     if used == 1:
         list(map(convert_piece, pieces))
         return
-    with _open_pool(used, "fork") as pool:  # `num_proc` of `map` can wait forever for a lock of a killed process
+    with _open_pool(used, "fork") as pool:
         list(pool.map(convert_piece, pieces))
 
 
 def _convert_piece(request: PrepareRequest, file: RawFile, rows: Path, piece: Piece) -> None:
-    from datasets import Dataset, disable_progress_bars
+    import pyarrow as pa
 
-    disable_progress_bars()
-    try:
-        Dataset.from_file(str(rows)).with_format("arrow").select(piece.numbers).map(
-            convert.convert_batch,
-            with_indices=True,
-            fn_kwargs={"request": request, "file": file, "numbers": piece.numbers},
-            batched=True,
-            batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // piece.largest)),
-            remove_columns=["row"],
-            features=convert.make_features(),
-            cache_file_name=str(piece.results),
-            new_fingerprint=piece.results.stem,
-        )
-    except ValueError as error:  # `map` closes a file again that a full disk has closed
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-    flush(piece.results)
+    schema, numbers = convert.make_schema(), piece.numbers.tolist()
+    size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // piece.largest))
+    encoded = _read_table(rows)["row"]
+    with write_atomically(piece.results) as unfinished, pa.ipc.new_stream(str(unfinished), schema) as writer:
+        for start in range(0, len(numbers), size):
+            batch = numbers[start : start + size]
+            columns = convert.convert_batch([encoded[n].as_py() for n in batch], batch, request, file)
+            writer.write_batch(pa.RecordBatch.from_pydict(columns, schema))
 
 
 @contextmanager
@@ -125,7 +116,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[bytes]) -> np.ndarray:
-    """Write encoded rows for `map`. Returns the bytes of each, int64 [n], 0 for a blank line."""
+    """Write encoded rows. Returns the bytes of each, int64 [n], 0 for a blank line."""
     import pyarrow as pa
 
     schema, sizes = pa.schema({"row": pa.large_binary()}), array("q")
@@ -263,9 +254,14 @@ class Conversion:
 def _read_tables(paths: Iterable[Path]) -> "Table":
     import pyarrow as pa
 
-    maps = [pa.memory_map(str(path)) for path in paths]
-    nothing = convert.make_features().arrow_schema.empty_table()
-    return pa.concat_tables([nothing, *(pa.ipc.open_stream(opened).read_all() for opened in maps)])
+    return pa.concat_tables([convert.make_schema().empty_table(), *map(_read_table, paths)])
+
+
+def _read_table(path: Path) -> "Table":
+    """Map a table into memory."""
+    import pyarrow as pa
+
+    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
 
 
 def make_sample_key(seed: int, file_number: int, number: int) -> int:
@@ -278,22 +274,23 @@ def prepare(
     request: PrepareRequest,
     output: Path,
     *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     processes: int = 1,
     max_malformed: float = 0.01,
     again: bool = False,
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> PrepareReport | None:
-    """Make the store `output`. Returns None if the same request has made it before. `max_malformed`: largest share of
-    malformed rows. `again`: delete the unfinished work of an earlier attempt. `say` is called with progress, `note`
-    (None for `say`) with the final table. Raises UserError if the request or the data cannot be used, or another
-    process is making `output`, and OSError if it cannot be written; results are kept, unless the same request can never
-    succeed."""
+    """Make the store `output`. Returns None if the same request has made it before. `tokenizer`: the request's, if it
+    is loaded. `max_malformed`: largest share of malformed rows. `again`: delete the unfinished work of an earlier
+    attempt. `say` is called with progress, `note` (None for `say`) with the final table. Raises UserError if the
+    request or the data cannot be used, or another process is making `output`, and OSError if it cannot be written;
+    results are kept, unless the same request can never succeed."""
     if output.exists() and not (output / MANIFEST).is_file():
         raise UserError(f"{output}: is there already and is no token store; {_REMEDY}")
     for source in request.sources:  # before transformers is imported
         check_source(source, request.split)
-    tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
+    tokenizer = load_tokenizer(request.tokenizer, "--tokenizer") if tokenizer is None else tokenizer
     check_tokenizer(tokenizer)
     files = find_files(request.sources, request.split)
     origin = request.describe_origin(files, tokenizer)
@@ -308,7 +305,7 @@ def prepare(
         conversion = Conversion(request, files, folder)
         conversion.run(processes, say)
         report = conversion.report()
-        listed = folder / "malformed.txt"
+        listed = output.with_name(f"{output.name}.malformed.txt")
         if report.faults:
             write_text(listed, "\n".join([*dict.fromkeys(report.faults), ""]))
         sources, listing = ", ".join(request.sources), f". All of them: {listed}"
@@ -324,7 +321,7 @@ def prepare(
         store.rename(output)  # already flushed
         flush(output.parent)
         if report.faults:
-            say(f"malformed rows: {listed.rename(output.with_name(f'{output.name}.malformed.txt'))}")
+            say(f"malformed rows: {listed}")
     (note or say)(report.describe())
     return report
 

@@ -85,10 +85,14 @@ class PrepareReport:
         num_not_drawn = self.num_rows - self.num_drawn
         return dropped | ({"not drawn for the sample": num_not_drawn} if num_not_drawn else {})
 
+    def describe_notices(self) -> dict[str, int]:
+        """Text of an observation on kept sequences -> its number."""
+        return {text: self._noticed[name] for name, text in NOTICED.items() if self._noticed[name]}
+
     @property
     def noticed(self) -> dict[str, int]:
-        """Text of an observation -> its number."""
-        noticed = {text: self._noticed[name] for name, text in NOTICED.items() if self._noticed[name]}
+        """Text of an observation, malformed rows too -> its number."""
+        noticed = self.describe_notices()
         if self.faults:
             noticed[f"malformed rows are left out; the first: {self.faults[0]:.300}"] = self.num_malformed
         return noticed
@@ -158,12 +162,14 @@ def describe_reading(
     columns: Mapping[str, str] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     split: str = "train",
+    store: str | None = None,
 ) -> list[str]:
     """Describe a token store, or the first rows of conversations, in a line for each format, rule and observation. With
-    the tokenizer, also what its chat template makes of the rows. `columns`, `split`: those of data. Raises
-    UserError if `path` cannot be read."""
-    if (Path(path) / MANIFEST).is_file():
-        counts, lines = read_manifest(Path(path)).get("counts", {}), []
+    the tokenizer, also what its chat template makes of the rows. `columns`, `split`: those of data; `store`: the token
+    store that was made of `path`, whose counts are those of all rows. Raises UserError if `path` cannot be read."""
+    if (Path(store or path) / MANIFEST).is_file():
+        counts = read_manifest(Path(store or path)).get("counts", {})
+        lines = [f"{counts['rows']:,} rows"] if store not in (None, path) else []
     else:
         request = PrepareRequest((path,), "", split, columns=columns or {})
         report = PrepareReport(request)
@@ -237,6 +243,7 @@ def show_rows(request: PrepareRequest, number: int, max_malformed: float) -> Ite
     refuse_malformed(", ".join(sources), report.faults, report.num_drawn, max_malformed)
     if report.faults:
         yield "\n".join(["Malformed rows, which are left out:", *group_faults(report.faults)])
+    yield from (f"{number:,} {text}" for text, number in report.describe_notices().items())
 
 
 def _show_sequence(
