@@ -287,5 +287,5 @@ def test_a_file_that_is_no_reference_is_refused(dataset, tmp_path, content: byte
     path = tmp_path / "reference.npz"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match="data.reference_log_probabilities: .*reference.npz: found no such"):
+    with pytest.raises(UserError, match="data.reference_log_probabilities: .*reference.npz: "):
         add_reference(dataset("abc"), str(path))

@@ -126,9 +126,7 @@ def test_a_parallel_size_that_does_not_fit_is_refused(
 def test_packing_is_refused_where_layers_mix_sequences() -> None:
     shape = replace(QWEN3_32B, unpackable="whose layers (conv) are not all attention")
     assert plan(4, shape, batch={"pack_tokens_per_rank": None}).pack_tokens_per_rank is None
-    with pytest.raises(
-        RecipeError, match=r"pack_tokens_per_rank: found 16384 .* \(conv\) .* expected null: packed seq"
-    ):
+    with pytest.raises(RecipeError, match=r"pack_tokens_per_rank: found 16384 .* \(conv\)"):
         plan(4, shape, batch={"pack_tokens_per_rank": 16384})
 
 
@@ -147,7 +145,7 @@ def test_rope_beyond_its_limit_needs_one_sequence_per_forward() -> None:
     lengths = [100, 5000, 100, 100, 300]
     assert all(len(ids) <= 1 for groups in long.lay_out_main(range(5), lengths).micro_steps for ids in groups)
     assert plan_with_cutoff(4096, batch={"pack_tokens_per_rank": 4096}).is_packed
-    with pytest.raises(RecipeError, match=r"pack_tokens_per_rank: found 4097 .* \(longrope\) .* expected null"):
+    with pytest.raises(RecipeError, match=r"pack_tokens_per_rank: found 4097 .* \(longrope\)"):
         plan_with_cutoff(4097, batch={"pack_tokens_per_rank": 4097})
     for section in ("batch", "probe", "utility"):
         match = rf"{section}.micro_batch_size_per_rank: found 2 .* expected 1, or data.cutoff_length of at most 4096"

@@ -91,7 +91,7 @@ def test_a_recipe_names_a_configuration_of_a_folder(prepare: Prepared, tmp_path:
         write_lines(tmp_path / "set" / name / "rows.jsonl", [make_row("q", name)])
     check_source(f"{tmp_path / 'set'}::code")
     assert decode_learned(prepare(Path(f"{tmp_path / 'set'}::code"))[0]) == ["code<|im_end|>"]
-    with pytest.raises(UserError, match="found several configurations, expected .*set::NAME with one of math, code"):
+    with pytest.raises(UserError, match="found several configurations.*math, code"):
         check_source(str(tmp_path / "set"))
 
 

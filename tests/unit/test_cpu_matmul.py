@@ -309,5 +309,5 @@ def test_the_cpu_decides_unless_the_variable_does(
 
 def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_matmul.VARIABLE, "fast")
-    with pytest.raises(UserError, match="VCORE_DS_CPU_BF16: found 'fast'; expected fp32 or native"):
+    with pytest.raises(UserError, match="VCORE_DS_CPU_BF16: found 'fast'"):
         cpu_matmul.use_fast_cpu_matmul()

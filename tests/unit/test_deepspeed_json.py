@@ -117,7 +117,7 @@ def test_hierarchical_partitioning_needs_complete_groups_of_ranks(tmp_path: Path
     for num_ranks, size in ((2, 8), (8, 8), (16, 8), (8, 1)):  # more than all ranks is all of them
         config = merge(tmp_path, zero3(zero_hpz_partition_size=size), num_ranks=num_ranks)
         assert config["zero_optimization"]["zero_hpz_partition_size"] == size
-    with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 3 on 4 ranks; expected a divisor of 4"):
+    with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 3 on 4 ranks"):
         merge(tmp_path, zero3(zero_hpz_partition_size=3), num_ranks=4)
 
 

@@ -178,9 +178,9 @@ def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def test_wrong_names_of_tasks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"found 'amie' \(did you mean \"aime\"\?\); expected some of arithmetic, "):
+    with pytest.raises(UserError, match=r"found 'amie' \(did you mean \"aime\"\?\)"):
         read("amie")
-    with pytest.raises(UserError, match=r"found 'a/b'; expected .*, or NAME=FILE"):
+    with pytest.raises(UserError, match=r"found 'a/b'"):
         read(f"a/b={tmp_path}/none.jsonl")
     with pytest.raises(UserError, match="found champ twice"):
         read("champ", "champ")

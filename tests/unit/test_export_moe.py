@@ -171,7 +171,7 @@ def test_a_router_that_is_a_linear_layer_gets_no_adapter():
 def test_names_and_dropout_that_experts_cannot_have_are_refused():
     with pytest.raises(UserError, match="found gate_proj, without a matching layer .* such as q_proj, .*, experts"):
         list_adapted_layers("qwen3_moe", "gate_proj")
-    with pytest.raises(UserError, match="lora.dropout: found 0.1 together with adapters on experts.gate_up_proj"):
+    with pytest.raises(UserError, match="lora.dropout: found 0.1 .*experts.gate_up_proj"):
         list_adapted_layers("qwen3_moe", "all-linear", "experts", dropout=0.1)
 
 

@@ -143,7 +143,7 @@ def test_an_evaluation_of_another_format_is_refused(run: Path, tmp_path: Path, c
     folder = write_task_evaluation(tmp_path / "evaluation")
     path = folder / "evaluation.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=rf"evaluation.json: is damaged, or of another version \({reason}.*; expected"):
+    with pytest.raises(UserError, match=rf"evaluation.json: .*{reason}"):
         read_card(run, "adapter", evaluations=[folder])
-    with pytest.raises(UserError, match=f"--evaluation: {tmp_path}: found no evaluation.json; expected"):
+    with pytest.raises(UserError, match=f"--evaluation: {tmp_path}: "):
         read_card(run, "adapter", evaluations=[tmp_path])

@@ -308,10 +308,10 @@ def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys
 
 def test_runs_that_cannot_calibrate_a_plan_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "cpu", devices=["x86_64"] * 8)
-    with pytest.raises(UserError, match="found devices x86_64; expected GPUs whose peak is known"):
+    with pytest.raises(UserError, match="found devices x86_64"):
         calibrate(str(tmp_path / "cpu"))
     write_run(tmp_path / "no devices", devices=[])
-    with pytest.raises(UserError, match="found an incomplete run; expected devices"):
+    with pytest.raises(UserError, match="found an incomplete run"):
         calibrate(str(tmp_path / "no devices"))
     write_run(tmp_path / "short")
     metrics = tmp_path / "short" / "metrics.jsonl"

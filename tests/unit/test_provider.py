@@ -69,12 +69,12 @@ def test_a_tensor_parallel_group_counts_as_one_rank() -> None:
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(RecipeError, match="parallel.tensor: found 4 on 6 ranks; expected a divisor"):
+    with pytest.raises(RecipeError, match="parallel.tensor: found 4 on 6 ranks"):
         plan_batch(derive_plan_settings(make_recipe(4)), 6, QWEN3_32B)
 
 
 def test_a_tensor_parallel_group_must_fit_a_node() -> None:
-    with pytest.raises(RecipeError, match="parallel.tensor: found 8 with 4 ranks on a node; expected a divisor"):
+    with pytest.raises(RecipeError, match="parallel.tensor: found 8 with 4 ranks on a node"):
         plan_batch(derive_plan_settings(make_recipe(8)), 16, QWEN3_32B, ranks_per_node=4)
     assert plan_batch(derive_plan_settings(make_recipe(2)), 2, QWEN3_32B, ranks_per_node=8).num_ranks == 1
 
@@ -87,14 +87,14 @@ def test_a_tensor_parallel_group_must_fit_a_node() -> None:
     ],
 )
 def test_a_size_that_does_not_divide_the_layers_is_refused(changed: dict[str, int], words: str) -> None:
-    with pytest.raises(RecipeError, match=f"parallel.tensor: found 8 together with model.path m, {words}"):
+    with pytest.raises(RecipeError, match=f"parallel.tensor: found 8 .*{words}"):
         plan_batch(derive_plan_settings(make_recipe(8)), 8, replace(QWEN3_32B, **changed))
 
 
 def test_hierarchical_partitioning_is_refused() -> None:
     shipped = str(REPOSITORY / "ds_configs" / "zero3_bf16_hierarchical.json")
     settings = derive_plan_settings(make_recipe(2, engine={"deepspeed_config": shipped}))
-    with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 together with parallel.tensor 2"):
+    with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 .*parallel.tensor 2"):
         deepspeed_config(settings, plan_batch(settings, 32, QWEN3_32B))
 
 

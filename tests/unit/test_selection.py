@@ -97,7 +97,7 @@ def test_nodes_with_different_scores_are_refused(setup: Path, monkeypatch: pytes
     reader = DataReader(DataConfig.model_validate(settings), model, load_tokenizer(model))
     assert len(reader.read_training_data(MethodConfig(name="sft"), 0)) == 6
     monkeypatch.setattr(layout, "gather_objects", lambda axis, digest: [digest, digest[::-1]])
-    with pytest.raises(UserError, match=f"data.keep.scores: {setup / 'one'}: found different scores on different"):
+    with pytest.raises(UserError, match=f"data.keep.scores: {setup / 'one'}: "):
         reader.read_training_data(MethodConfig(name="sft"), 0)
 
 

