@@ -35,6 +35,9 @@ def test_the_quickstart_trains_reports_and_exports_an_adapter(tmp_path: Path):
         assert 0 < after < before < 3
     assert f"{folder / 'adapter'} (Hugging Face format)" in output
     assert f"Report: {folder / 'report.html'} " in output
+    # The probe's gradient and the utilities, without trusted data.
+    cost = re.search(r"\nCost: +([\d.]+) times the FLOP of a step of methods/sft\.yaml, .*docs/scoring\.md", output)
+    assert 1.5 < float(cost[1]) < 3.5
     assert "Tokens that gained most weight" in (folder / "report.html").read_text()
     assert "bash launch_scripts/quickstart.sh schedule.num_steps=" in output  # what to do next
 

@@ -97,14 +97,18 @@ def test_a_documented_command_passes_check(
         assert str(shown) == value or shown == (None if value == "null" else float(value)), line
 
 
-def test_the_recipes_that_the_documentation_writes_load(tmp_path: Path) -> None:
+def test_the_recipes_that_the_documentation_writes_load_and_begin_with_sft(tmp_path: Path) -> None:
     written = {}
     for name, text in read_recipes().items():
         (tmp_path / name).write_text(text)
         recipe = load_recipe(tmp_path / name)
         plan_batch(derive_plan_settings(recipe), 8, QWEN3_32B)
-        written[name] = recipe.run.output_dir, recipe.data.cutoff_length
-    assert written == {"mine.yaml": ("runs/mine", 8192), "small.yaml": ("runs/small", 2048)}
+        written[name] = recipe.run.output_dir, recipe.data.cutoff_length, recipe.method.name
+    assert written == {"mine.yaml": ("runs/mine", 8192, "sft"), "small.yaml": ("runs/small", 2048, "sft")}
+    page = (REPOSITORY / "docs" / "recipes.md").read_text()
+    begin, instead = re.search(r"  - (\S+) +# (\S+) instead makes it VCORE", page).groups()
+    (tmp_path / "mine.yaml").write_text((tmp_path / "mine.yaml").read_text().replace(begin, instead, 1))
+    assert load_recipe(tmp_path / "mine.yaml").method.name == "vcore"
 
 
 def test_recipes_that_the_documentation_names_exist() -> None:
