@@ -109,7 +109,7 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(minutes=10),
         )
-        start_ranks(EngineConfig(timeout_minutes=10), ParallelConfig())
+        start_ranks(EngineConfig(deepspeed_config="none", timeout_minutes=10), ParallelConfig())
         result = function(*arguments)
         Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     except BaseException:
