@@ -1,8 +1,9 @@
-"""With TRL: two steps of GRPO from a real adapter, whose rewards differ and whose gradient is not zero; SFT with VCORE.
+"""With TRL: two steps of GRPO from a real adapter, whose rewards differ and whose gradient is not zero; SFT with VCORE,
+in LLaMA-Factory too.
 
-The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right sometimes. TRL
-is not among this project's packages (docs/export.md):
-VCORE_DS_TRL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_trl.py -s
+The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right sometimes. Neither
+is among this project's packages (docs/export.md), and LLaMA-Factory wants another TRL than 1.16:
+VCORE_DS_TRL_PYTHON=A/bin/python VCORE_DS_LLAMAFACTORY_PYTHON=B/bin/python python -m pytest tests/rl/test_trl.py -s
 """
 
 import json
@@ -23,12 +24,18 @@ from tests.helpers.setups import sums, write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.data.answers import math_prompt
 
-TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
-pytestmark = pytest.mark.skipif(
+TRL, LLAMAFACTORY = (os.environ.get(f"VCORE_DS_{name}_PYTHON") for name in ("TRL", "LLAMAFACTORY"))
+NEEDS_TRL = pytest.mark.skipif(
     TRL is None, reason="NOT CHECKED: TRL. Name a Python that has trl 1.16.0 in VCORE_DS_TRL_PYTHON"
+)
+NEEDS_LLAMAFACTORY = pytest.mark.skipif(
+    LLAMAFACTORY is None,
+    reason="NOT CHECKED: LLaMA-Factory. Name a Python that has llamafactory 0.9.5 in VCORE_DS_LLAMAFACTORY_PYTHON",
 )
 
 EXAMPLES = REPOSITORY / "launch_scripts" / "rl"
+QUANTITIES = {"uniform_loss": "loss", "alpha": "alpha", "grad_norm": "grad_norm"}
+"""Names in the script's log, and in a run's."""
 SUMS = [(a, b) for a in range(2, 12) for b in range(2, 12)]
 
 
@@ -61,6 +68,7 @@ def problems(run: Path) -> Path:
     return run.parent / "rl_data" / "train.parquet"
 
 
+@NEEDS_TRL
 def test_grpo_continues_from_the_adapter(run: Path, problems: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     adapter, output = run / "adapter", tmp_path / "result"
@@ -96,14 +104,22 @@ def test_grpo_continues_from_the_adapter(run: Path, problems: Path, tmp_path: Pa
     assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
 
 
-def test_sft_with_vcore_takes_the_first_step_of_a_run(tmp_path: Path) -> None:
-    # TRL learns all that follows the prompt, a run nothing beyond the end of the turn: no line break there.
+@pytest.mark.parametrize(
+    "name", [pytest.param("trl", marks=NEEDS_TRL), pytest.param("llamafactory", marks=NEEDS_LLAMAFACTORY)]
+)
+def test_sft_with_vcore_takes_the_first_step_of_a_run(name: str, tmp_path: Path) -> None:
+    # Other trainers learn all that follows the prompt, a run nothing beyond the end of the turn: no line break there.
     write_model(tmp_path / "model", chat_template=CHATML.replace("<|im_end|>\n", "<|im_end|>"))
-    for name, numbers in (("train", range(6)), ("trusted", range(20, 23))):
-        with (tmp_path / f"{name}.jsonl").open("w") as file:
-            for question, answer in sums(numbers):
-                prompt, completion = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-                file.write(json.dumps({"prompt": [prompt], "completion": [completion]}) + "\n")
+    for file, numbers in (("train", range(6)), ("trusted", range(20, 23))):
+        lines = []
+        for question, answer in sums(numbers):
+            prompt, completion = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+            lines.append({"prompt": [prompt], "completion": [completion]})
+            if name == "llamafactory":
+                lines[-1] = {"instruction": question, "input": "", "output": answer}
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {file: {"file_name": f"{file}.jsonl"} for file in ("train", "trusted")}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(files))
     changes = f"model.path={tmp_path}/model model.precision=fp32 lora=null data.train_path={tmp_path}/train.jsonl"
     changes += f" data.probe_path={tmp_path}/trusted.jsonl probe.batch_size=all data.validation_path=null"
     changes += (
@@ -113,35 +129,46 @@ def test_sft_with_vcore_takes_the_first_step_of_a_run(tmp_path: Path) -> None:
     done = run_command(f"vcore-ds train quickstart.yaml {changes}")
     assert done.returncode == 0, done.stdout
     expected = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    options = f"--model_name_or_path {tmp_path}/model --train {tmp_path}/train.jsonl --trusted {tmp_path}/trusted.jsonl"
-    options += " --max_steps 1 --logging_steps 1 --report_to none --use_cpu true --bf16 false --dtype float32"
-    script = REPOSITORY / "launch_scripts" / "trl" / "sft_vcore.py"
-    options += " --gradient_checkpointing false --per_device_train_batch_size"
     zero3 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
     zero3 |= {"gradient_clipping": "auto"}
     zero3 |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     (tmp_path / "zero3.json").write_text(json.dumps(zero3))
+    script = REPOSITORY / "launch_scripts" / name / "sft_vcore.py"
     # DeepSpeed would compile its collectives for shared memory for minutes.
     (tmp_path / "start.py").write_text(
         "import runpy, deepspeed\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
     )
-    launch = "-m accelerate.commands.accelerate_cli launch --use_deepspeed --num_processes 2 --num_machines 1"
-    launch += f" --mixed_precision no --dynamo_backend no --main_process_port 0 {tmp_path}/start.py"
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-    environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    commands = (
-        f"{script} {options} 6 --output_dir {tmp_path}/trl",
-        f"{launch} {options} 3 --output_dir {tmp_path}/zero3",
-    )
-    for command in (commands[0], f"{commands[1]} --deepspeed {tmp_path}/zero3.json"):
+    values = {"model_name_or_path": tmp_path / "model", "max_steps": 1, "logging_steps": 1, "report_to": "none"}
+    values |= {"use_cpu": "true", "bf16": "false"}
+    if name == "trl":
+        values |= {"train": tmp_path / "train.jsonl", "trusted": tmp_path / "trusted.jsonl", "dtype": "float32"}
+        values |= {"gradient_checkpointing": "false"}
+        launch = "accelerate.commands.accelerate_cli launch --use_deepspeed --num_processes 2 --num_machines 1"
+        launch += " --mixed_precision no --dynamo_backend no --main_process_port 0"
+    else:
+        values |= {"stage": "sft", "do_train": "true", "finetuning_type": "full", "infer_dtype": "float32"}
+        values |= {"dataset_dir": tmp_path, "dataset": "train", "eval_dataset": "trusted"}
+        values |= {"disable_gradient_checkpointing": "true"}
+        launch = "torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    for folder, command, changed in (
+        ("one", f"{script}", {"per_device_train_batch_size": 6}),
+        ("two", f"-m {launch} {tmp_path}/start.py", {"per_device_train_batch_size": 3, "deepspeed": "zero3.json"}),
+    ):
+        options = values | changed | {"output_dir": tmp_path / folder}
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        if name == "llamafactory":
+            (tmp_path / "sft.yaml").write_text("".join(f"{key}: {value}\n" for key, value in options.items()))
+            words = ["sft.yaml"]
         trained = subprocess.run(
-            [str(TRL), *command.split()], capture_output=True, text=True, env=environment, timeout=600
-        )
+            [str(TRL if name == "trl" else LLAMAFACTORY), *command.split(), *words],
+            capture_output=True, text=True, env=environment, timeout=600, cwd=tmp_path,
+        )  # fmt: skip
         assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-6000:]
-    for folder in ("trl", "zero3"):
         step = json.loads((tmp_path / folder / "trainer_state.json").read_text())["log_history"][0]
-        values = {"uniform_loss": "loss", "alpha": "alpha", "grad_norm": "grad_norm"}
-        print(folder, {ours: (step[ours], expected[theirs]) for ours, theirs in values.items()})
-        for ours, theirs in values.items():
-            assert step[ours] == pytest.approx(expected[theirs], rel=1e-5)
+        pairs = {ours: (step[ours], expected[theirs]) for ours, theirs in QUANTITIES.items()}
+        print(name, folder, pairs)
+        for measured, of_run in pairs.values():
+            assert measured == pytest.approx(of_run, rel=1e-5)
