@@ -4,20 +4,22 @@ sequences."""
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 import vcore_ds
 from tests.helpers import tiny
+from tests.helpers.collectives import list_collectives
 from tests.helpers.ranks import run_ranks
 from vcore_ds.distributed import layout
 
@@ -65,10 +67,6 @@ def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = Fals
         if lora:
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         replica, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-        deepspeed.utils.unset_z3_leaf_modules(model, [Qwen3DecoderLayer])
-        with pytest.raises(vcore_ds.UserError, match="prepare_zero3"):
-            vcore(replica, take_rows(0), replica.optimizer)
-        vcore_ds.prepare_zero3(model)
     elif rank is not None:
         replica = DistributedDataParallel(model)
     results = []
@@ -106,29 +104,42 @@ def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = Fals
 
 
 def refuse() -> None:
-    """Engines of DeepSpeed, and a model in FSDP, that have one message."""
-
-    def call(model: Any, optimizer: Any = None) -> None:
-        vcore_ds.VcoreLoss([batch])(model, batch, optimizer)
-
+    """Engines of DeepSpeed, and models without one, that have one message, before any collective."""
     rows = tiny.make_batch(2)
     batch = {"input_ids": rows.input_ids, "labels": rows.labels}
-    for key, value in (("stage", 2), ("offload_param", {"device": "cpu"})):
-        model, config = tiny.qwen3().train(), copy.deepcopy(DEEPSPEED)
-        config["zero_optimization"][key] = value
-        vcore_ds.prepare_zero3(model)
-        replica, *_ = deepspeed.initialize(
-            model=model, optimizer=AdamW(model.parameters()), config=config, dist_init_required=False
-        )
-        with pytest.raises(vcore_ds.UserError, match=f"zero_optimization.{key}"):
-            call(replica, replica.optimizer)
-        if key == "offload_param":
-            replica.optimizer.offload_param, replica.sequence_parallel_size = False, 2
-            with pytest.raises(vcore_ds.UserError, match="sequence parallelism of 2"):
-                call(replica, replica.optimizer)
-        replica.destroy()
-    with pytest.raises(vcore_ds.UserError, match="FSDP"):
-        call(fully_shard(tiny.qwen3().train()))
+
+    def check(model: Any, message: str) -> None:
+        before = len(list_collectives())
+        with pytest.raises(vcore_ds.UserError, match=message):
+            vcore_ds.VcoreLoss([batch])(model, batch, getattr(model, "optimizer", None))
+        assert before and len(list_collectives()) == before
+
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 40}
+    cases: dict[str, dict[str, Any]] = {
+        "zero_optimization.stage: found 1": {"zero_optimization": {"stage": 1}},
+        "zero_optimization.stage: found 2": {"zero_optimization": {"stage": 2}},
+        "fp16: found true": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+        "zero_optimization.offload_param: found": {"zero_optimization": zero | {"offload_param": {"device": "cpu"}}},
+        "sequence_parallel_size: found 2": {"sequence_parallel_size": 2, "data_parallel_size": 1},
+        "quantized weights .*bitsandbytes": {},
+        "Call `vcore_ds.prepare_zero3": {},
+    }
+    for message, changes in cases.items():
+        model: Any = tiny.qwen3().train()
+        if "quantized" in message:
+            model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="bitsandbytes"))
+        if "prepare_zero3" not in message:
+            vcore_ds.prepare_zero3(model)
+        with patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):  # not on every CPU
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=AdamW(model.parameters()), config=DEEPSPEED | changes, dist_init_required=False
+            )
+        check(engine, message)
+        if not changes:
+            check(engine.module, "that DeepSpeed has sharded")
+        engine.destroy()
+        deepspeed.utils.groups.mesh_device = None
+    check(fully_shard(tiny.qwen3().train()), "FSDP")
 
 
 def take_steps_of_rank() -> list[list[Tensor]]:

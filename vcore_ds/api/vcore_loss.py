@@ -237,6 +237,7 @@ class VcoreLoss:
             _count_sequences(engine, probe, "probe_batches")
             if isinstance(engine, ShardedEngine):  # every forward is a collective
                 probe += [idle_batch(0)] * (engine.count_most(probe) - len(probe))
+            direction, self.direction, self._buffers = None, None, []  # two at once would take more memory
             self.direction, self._buffers = _compute_direction(engine, probe, normalization="sequence", clip=self._clip)
             self._step_of_direction, self._training = step, (weakref.ref(model), weakref.ref(owner))
         self._step = step

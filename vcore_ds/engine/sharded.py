@@ -21,7 +21,7 @@ from vcore_ds.models.causal_lm import FUNCTIONAL_DROPOUT, TokenLossModel, find_d
 
 
 def is_deepspeed(model: nn.Module) -> TypeGuard[DeepSpeedEngine]:
-    """Whether `model` is DeepSpeed's engine, which other trainer_engine pass as the model."""
+    """Whether `model` is DeepSpeed's engine, which other trainers pass as the model."""
     return isinstance(model, DeepSpeedEngine)
 
 
@@ -138,11 +138,14 @@ def sharded_engine(
             f"model: found a {type(split).__name__} that DeepSpeed gathers in parts; expected whole layers. Call "
             "`vcore_ds.prepare_zero3(model)` before the trainer starts"
         )
+    if trainer_engine.sequence_parallel_size > 1:
+        found = trainer_engine.sequence_parallel_size
+        raise _refuse("sequence_parallel_size", found, "1, or train with a recipe (docs/parallelism.md)")
     with layout.trainer_ranks():
         num_ranks, num_shards = layout.size("job"), zero.dp_process_group.size()
-        if trainer_engine.sequence_parallel_size > 1 or num_shards != num_ranks:
-            axes = f"{num_shards} shards and sequence parallelism of {trainer_engine.sequence_parallel_size}"
-            raise _refuse("parallelism", f"{axes} on {num_ranks} ranks", "a shard and other sequences on each rank")
+        if num_shards != num_ranks:
+            expected = f"{num_ranks}, one on each rank, without tensor or pipeline parallelism"
+            raise _refuse("number of shards", num_shards, expected)
         engine = ShardedEngine(model, trainer_engine, with_moments=optimizer is not None)
         with engine.restoring_deepspeed():
             yield engine

@@ -142,6 +142,8 @@ def unsharded_engine(
 ) -> Iterator[UnshardedEngine]:
     """A context with an engine around `model`; see `token_loss_model`. `optimizer`, `replicas`: see `UnshardedEngine`.
     Raises UserError for another optimizer too."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise _refuse("parameters that DeepSpeed has sharded", "its engine, as the Trainer gives it to `compute_loss`")
     with token_loss_model(model) as losses:
         yield UnshardedEngine(losses, optimizer, replicas)
 
