@@ -83,14 +83,14 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
     """Run a recipe. A collective. `says_next`: print the command for the run's report at the end.
     Raises UserError for mistakes of the user, before anything is written; NonFiniteLoss, NonFiniteGradient with step,
     rank and sequence ids, without an update; RunStopped on all ranks alike, after a checkpoint."""
-    resumes = can_resume(recipe)
+    resumes, settings = can_resume(recipe), derive_plan_settings(recipe)
     check_inputs(recipe.model.path, recipe.data)  # before the model, whose lookup takes a minute without a connection
-    check_architecture(derive_plan_settings(recipe))
+    check_architecture(settings)
     start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
-            result = train_together(recipe, lock, resumes)
+            result = train_together(recipe, settings, lock, resumes)
             if says_next and layout.is_first():
                 console.say(f"Next: vcore-ds report {shlex.quote(str(result.folder))}")
             return result
@@ -98,40 +98,32 @@ def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
         lock.release()
 
 
-def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
+def train_together(recipe: Recipe, settings: PlanSettings, lock: RunLock, resumes: bool) -> RunResult:
     """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
     with console.collecting_notes() as notes:
         check_function(recipe.method, device())
-        settings = derive_plan_settings(recipe)
-        plan = plan_ranks(settings)
-        ds_config = deepspeed_config(settings, plan)
-        opened = open_run(recipe, plan, lock, resumes)
+        opened = open_run(recipe, settings, lock, resumes)
         available = find_available_memory()
-        memory = describe_start(recipe, opened, settings, ds_config, available)
+        memory = describe_start(recipe, opened, available)
         check_memory(memory, available, recipe.engine)
         tokenizer = opened.reader.tokenizer
         run_on_first_rank(lambda: check_export(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer))
         with advising_on_memory(memory):
-            return run_opened(recipe, opened, lock, settings, ds_config, memory, notes)
+            return run_opened(recipe, opened, lock, memory, notes)
 
 
 def run_opened(
-    recipe: Recipe,
-    opened: "OpenedRun",
-    lock: RunLock,
-    settings: PlanSettings,
-    ds_config: dict[str, Any],
-    memory: MemoryPlan | None,
-    notes: Sequence[str],
+    recipe: Recipe, opened: "OpenedRun", lock: RunLock, memory: MemoryPlan | None, notes: Sequence[str]
 ) -> RunResult:
     """Load the model, train and write the result. A collective. `notes`: on the start, to which checks add."""
     mark("loading the model", is_loading=True)
-    engine = build_engine(settings, ds_config, None if memory is None else memory.settings.activations)
+    activations = None if memory is None else memory.settings.activations
+    engine = build_engine(opened.settings, opened.deepspeed_config, activations)
     # Computed now: the weights on disk may change before the first save.
     has_adapters = recipe.lora is not None
     frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(recipe.model.path, has_adapters=has_adapters))
     trainer = make_trainer(recipe, opened, engine, frozen_digest)
-    passes = None if memory is None else derive_needed_passes(settings, memory.settings)
+    passes = None if memory is None else derive_needed_passes(opened.settings, memory.settings)
     log, start = begin_folder(recipe, opened, lock, trainer, frozen_digest, notes)
 
     run = Run(
@@ -166,6 +158,8 @@ def run_opened(
 class OpenedRun:
     """A run whose data are read, before its model is loaded."""
 
+    settings: PlanSettings
+    deepspeed_config: dict[str, Any]
     checkpoints: Path  # folder of its checkpoints
     reader: DataReader
     data: RunData
@@ -180,8 +174,11 @@ class OpenedRun:
         return 0 if self.checkpoint is None else self.checkpoint[1].step
 
 
-def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> OpenedRun:
-    """Find the run's folder and checkpoint, and read its data. A collective, which writes nothing but a new branch."""
+def open_run(recipe: Recipe, settings: PlanSettings, lock: RunLock, resumes: bool) -> OpenedRun:
+    """Plan the batches, find the run's folder and checkpoint, and read its data. A collective, which writes nothing but
+    a new branch."""
+    plan = plan_ranks(settings)
+    config = deepspeed_config(settings, plan)
     # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     folder, branch = Path(recipe.run.output_dir), recipe.checkpoint.branch_from
@@ -213,7 +210,7 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> O
         checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, feed)
     followed = choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)
     data = RunData(feed, validation, followed)
-    return OpenedRun(checkpoints, reader, data, schedule, checkpoint, newest_step, resumes)
+    return OpenedRun(settings, config, checkpoints, reader, data, schedule, checkpoint, newest_step, resumes)
 
 
 def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool) -> None:
@@ -240,15 +237,14 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
     return feed, validation
 
 
-def describe_start(
-    recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any], available: Available
-) -> MemoryPlan | None:
+def describe_start(recipe: Recipe, opened: OpenedRun, available: Available) -> MemoryPlan | None:
     """Print a description of the run, and return its estimated memory. A collective."""
+    settings, config = opened.settings, opened.deepspeed_config
     feed, num_done, num_steps = opened.data.feed, opened.num_done, opened.schedule.num_steps
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
     on_gpu = device().type == "cuda"
-    memory = plan_memory(settings, feed.plan, ds_config, utilization, parameters, on_gpu=on_gpu, available=available)
+    memory = plan_memory(settings, feed.plan, config, utilization, parameters, on_gpu=on_gpu, available=available)
     if layout.is_first():
         lines = [f"{f'{title}:' if title else '':13} {text}" for title, text in list_facts(recipe, opened, parameters)]
         lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
