@@ -73,8 +73,16 @@ def find_or_make_store(
             processes = 1 if is_small(path, settings.split) else len(os.sched_getaffinity(0))
             # The folder's name is a hash of everything else in the request, and no user chose it or could be asked.
             again = read_request(unfinished_path(folder)).get("version") != __version__
-            options = {"processes": processes, "max_malformed": limit, "again": again, "say": say, "note": note}
-            prepare(request, folder, tokenizer=tokenizer, **options)
+            prepare(
+                request,
+                folder,
+                tokenizer=tokenizer,
+                processes=processes,
+                max_malformed=limit,
+                again=again,
+                say=say,
+                note=note,
+            )
     return folder
 
 
