@@ -150,6 +150,11 @@ def test_check_warns_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Set run.output_dir" in lines[1] and lines[2].startswith("Batch: ")
     assert main([*words, "checkpoint.resume=never"]) == 2  # anything else is refused as before
     assert "holds another run" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("def weights(losses):\n    return losses[:1]\n")
+    function = ["method.name=custom", "method.kl_budget=null", f"method.function={tmp_path}/mine.py:weights"]
+    assert main([*words, "probe.every=2", *function]) == 2  # both, of the folder and of the function
+    error = capsys.readouterr().err
+    assert f"run.output_dir: {tmp_path}/run" in error and f"{tmp_path}/mine.py:weights" in error
 
 
 @pytest.mark.parametrize("words", [["recipes"], ["check", str(RECIPE)]], ids=["recipes", "check"])
