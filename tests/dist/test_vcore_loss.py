@@ -62,6 +62,8 @@ def take_steps(rank: int | None, world_size: int = 2, *, is_sharded: bool = Fals
     vcore = vcore_ds.VcoreLoss(iterate_probes().__next__, kl_budget=0.5, every=2)
     replica: Any = model
     if is_sharded:
+        if lora:  # peft leaves the inputs of the first layer without a gradient
+            model.get_base_model().disable_input_require_grads()
         vcore_ds.prepare_zero3(model)
         config = copy.deepcopy(DEEPSPEED)
         if lora:

@@ -27,13 +27,16 @@ def is_deepspeed(model: nn.Module) -> TypeGuard[DeepSpeedEngine]:
 
 def prepare_zero3(model: nn.Module) -> None:
     """Let DeepSpeed's ZeRO-3 gather each decoder layer of `model` whole, for `VcoreLoss`. Call it before the trainer
-    starts DeepSpeed (`trainer.train()`); without DeepSpeed it has no effect.
+    starts DeepSpeed (`trainer.train()`). Without DeepSpeed it changes no result.
 
     `model`: a causal language model of transformers, or peft's around one.
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if layers := find_layers(find_decoder(base)):
         set_z3_leaf_modules(model, list({type(layer): None for layer in layers}))
+        if not any(parameter.requires_grad for parameter in base.get_input_embeddings().parameters()):
+            # DeepSpeed reduces a layer's gradients with that of its input, or before they exist if the input has none.
+            base.enable_input_require_grads()
 
 
 class ShardedEngine(StepsOfTrainer, Engine):
