@@ -4,7 +4,8 @@ DISABLE_VERSION_CHECK=1 torchrun --nproc-per-node 8 launch_scripts/llamafactory/
 
 The YAML file is LLaMA-Factory's, with `stage: sft`; `dataset` has the training traces, `eval_dataset` the trusted ones.
 With `deepspeed: FILE`, a JSON file with ZeRO stage 3 and without an optimizer, DeepSpeed shards the model. The variable
-turns off a check that asks for an older transformers than this project needs.
+turns off a check that asks for an older transformers than this project needs. LLaMA-Factory's activation checkpointing
+fails with the newer one; `disable_gradient_checkpointing: true` and `gradient_checkpointing: true` use transformers'.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ class VcoreTrainer(workflow.CustomSeq2SeqTrainer):
         return self.vcore(model, inputs, self.optimizer)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        vcore_ds.prepare_zero3(self.model)  # without DeepSpeed it has no effect
+        vcore_ds.prepare_zero3(self.model)  # without DeepSpeed it changes no result
         return super().train(*arguments, **options)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:

@@ -67,7 +67,7 @@ def main() -> None:
         eval_dataset=files["trusted"],
         peft_config=get_peft_config(model),
     )
-    vcore_ds.prepare_zero3(trainer.model)  # without --deepspeed it has no effect
+    vcore_ds.prepare_zero3(trainer.model)  # without --deepspeed it changes no result
     trainer.train()
     trainer.save_model()
     trainer.save_state()

@@ -149,7 +149,7 @@ def test_sft_with_vcore_takes_the_first_step_of_a_run(name: str, tmp_path: Path)
     else:
         values |= {"stage": "sft", "do_train": "true", "finetuning_type": "full", "infer_dtype": "float32"}
         values |= {"dataset_dir": tmp_path, "dataset": "train", "eval_dataset": "trusted"}
-        values |= {"disable_gradient_checkpointing": "true"}
+        values |= {"disable_gradient_checkpointing": "true", "gradient_checkpointing": "true"}  # transformers' own
         launch = "torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
