@@ -275,6 +275,14 @@ at::Tensor& set_storage(at::Tensor& self, Storage source, SymInt offset, SymIntA
   return self;
 }
 
+at::Tensor& set_whole_storage(at::Tensor& self, Storage source) {
+  const auto numel = static_cast<int64_t>(source.nbytes() / self.element_size());
+  auto* tensor = self.unsafeGetTensorImpl();
+  tensor->set_storage_keep_dtype(std::move(source));
+  tensor->set_sizes_contiguous({numel});
+  return self;
+}
+
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   TensorImpl* tensor = self.unsafeGetTensorImpl();
   tensor->set_storage_keep_dtype(source.storage());
@@ -302,6 +310,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", as_strided);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
 }
