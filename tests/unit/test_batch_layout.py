@@ -13,6 +13,7 @@ from vcore_ds.planning.batch_layout import (
     FREE_TOKENS,
     BatchLayout,
     MicroBatchLimit,
+    Utilization,
     Waste,
     lay_out_batch,
     list_sequence_parallel_sizes,
@@ -100,6 +101,15 @@ def test_short_sequences_share_a_micro_batch_where_a_pass_costs_more_than_paddin
     assert find_micro_batch_sizes([500, 500, 492, 492], free) == [1, 1]
 
 
+@pytest.mark.parametrize("latency, num_micro_steps", [(6.9, 2), (7.1, 1)])
+def test_the_exchange_counts_among_what_a_micro_step_costs(latency: float, num_micro_steps: int) -> None:
+    """On two ranks 65 tokens are padded to 80: 64 others beside them cost 8 tokens, a micro-step 1 and its latency."""
+    time_model = TimeModel(ModelShape(1, 1, 1, 1, 10**12), 2, 2, Machine(1e12, math.inf, math.inf, latency, 1.0))
+    limit = MicroBatchLimit(None, None)
+    batch_layout = lay_out_batch(range(2), [65, 64], parallel_sizes=[2], limit=limit, time_model=time_model)
+    assert len(batch_layout.micro_steps) == num_micro_steps
+
+
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
@@ -175,13 +185,23 @@ def test_the_time_of_a_layout_by_hand(latency: float, num_micro_steps: int, slow
     assert len(packed.micro_steps) == num_micro_steps
     assert packed.time == pytest.approx(slowest / 2 + num_micro_steps * (1 + latency))
     rows = dict(limit=MicroBatchLimit(None, 2), parallel_sizes=[1], time_model=TimeModel(shape, 2, 2, machine))
-    assert lay_out_batch(range(4), [17, 5, 16, 5], **rows).time == pytest.approx(2 * 24 + 1)  # padded to the longest
+    unpacked = lay_out_batch(range(4), [17, 5, 16, 5], **rows)
+    assert unpacked.time == pytest.approx(2 * 24 + 1) and unpacked.most_tokens == 2 * 24  # padded to the longest
+    exchanged = choose_spread([8000], 2, parallel_sizes=[2])
+    time_model = TimeModel(QWEN3_32B, 2, 2)
+    assert exchanged.time == pytest.approx(
+        (time_model.work(8000) + 8000 * time_model.estimate_exchange(2)) / 2
+        + time_model.estimate_exchange_latency(2)
+        + time_model.micro_step
+    )
 
 
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
     batch_layout = choose_spread([5000, 3000], 2**31 - 1)
     assert batch_layout.sequence_parallel == 1 and len(batch_layout.micro_steps[0]) == 2
     assert batch_layout.list_group_ids(2**31 - 2) == [[]] and batch_layout.waste.num_idle_ranks == 2**31 - 3
+    for limit in (MicroBatchLimit(None, 1), MicroBatchLimit(None, None), MicroBatchLimit(None, None, True)):
+        assert len(choose_spread([5000, 3000], 1009, limit=limit).micro_steps[0]) == 2
 
 
 def test_all_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:
@@ -220,7 +240,13 @@ def test_a_summary_has_the_typical_parallel_size() -> None:
     summary = summarize(passes)
     assert summary.typical_parallel_size == 2 and summary.waste.num_passes == 3 and not summary.is_low
     assert "sequence-parallel size 2; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in summary.describe()
-    idle = summarize([choose_spread([900], 3)])
+    assert summary.time == pytest.approx(2 * passes[0].time + passes[2].time)
+    assert (passes[0].most_tokens, passes[2].most_tokens, summary.most_tokens) == (8000, 16_384, 16_384)
+    assert summarize(passes[1:]).typical_parallel_size == 1  # the smaller one where two are as frequent
+    # docs/parallelism.md: a run warns below 80% useful work.
+    for mean_work, is_low in ((79.0, True), (81.0, False)):
+        assert Utilization(1, Waste(1, 1, mean_work, 100.0, 0), 1, 1.0).is_low == is_low
+    idle = summarize([choose_spread([900], 3)] * 2)
     assert idle.is_low and "sequence-parallel size 1;" in idle.describe() and "2 idle ranks" in idle.describe()
 
 

@@ -55,6 +55,23 @@ def test_packs_by_hand() -> None:
     assert {frozenset(packs[1]) for packs in per_rank} == {frozenset({3}), frozenset({4})}
 
 
+@pytest.mark.parametrize(
+    ("lengths", "pack_tokens", "expected"),
+    [
+        # Another token beside 9 would make all wait longer than for 9 alone, and 5 + 5 has no room for it.
+        ([9, 5, 5, 1, 1], 10, [[[5, 5], [9]], [[1], [1]]]),
+        # The second 6 fits into neither pack, the 5 does.
+        ([9, 6, 6, 5, 4], 11, [[[6, 5], [9]], [[4], [6]]]),
+        # Each micro-step has its share of the work that is left: the third one has 7 and 7, and no 4 beside them.
+        ([9, 9, 8, 8, 7, 7, 5, 4], 11, [[[9], [9]], [[8], [8]], [[7], [7]], [[4], [5]]]),
+    ],
+)
+def test_micro_steps_with_attention_by_hand(lengths: list[int], pack_tokens: int, expected: list) -> None:
+    """Two packs in each; n tokens cost n + n^2."""
+    per_rank = pack_by_rank(lengths, 2, pack_tokens, 1.0)
+    assert [sorted([lengths[i] for i in pack] for pack in packs) for packs in zip(*per_rank, strict=True)] == expected
+
+
 def test_more_ranks_than_sequences_get_one_pack_each() -> None:
     assert sorted(pack_by_rank([7, 7, 7], 5, 10, 1e9)) == [[[0]], [[1]], [[2]]]
 
@@ -92,6 +109,7 @@ def test_waste_by_hand() -> None:
     idle = compute_waste([[[2], []], [[1], [1]]], lengths, 16, is_packed=True)
     assert idle.rank_imbalance == pytest.approx((16 * 2 + 8 * 1.5) / (16 * 2 / 2 + 8 * 1.5))
     assert idle.num_idle_ranks == 0
+    assert compute_waste([[[2], []]], lengths, 16, is_packed=True).num_idle_ranks == 1
 
 
 def test_waste_of_groups_by_hand() -> None:

@@ -357,6 +357,7 @@ OTHER_GPUS = {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GH200 480GB": 
         ("GB200", "GB200"),
         ("NVIDIA B200", "B200"),
         ("rtx-pro-6000", "RTX PRO 6000"),
+        ("rtx_pro_6000", "RTX PRO 6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         *((name, None) for name in OTHER_GPUS),
@@ -373,6 +374,9 @@ def test_runs_and_plans_assume_the_same_h100() -> None:
     planned, machine_of_runs = Cluster(GPUS["H100"], 8).machine, TimeModel(QWEN3_32B, 8, 8).machine
     for field in ("node_bandwidth", "network_bandwidth", "exchange_latency"):
         assert getattr(planned, field) == pytest.approx(getattr(machine_of_runs, field), rel=0.02), field
+    # GEMMs of 4 tokens at 8 FLOP/s take as long as reading bf16 weights at 2 bytes/s; and as much again for tails.
+    slow = Gpu("any", 10**9, 8.0, 2.0, math.inf, math.inf, 8.0)
+    assert Cluster(slow, 1, achieved=IDEAL).machine.half_speed_tokens == pytest.approx(2 * 4)
 
 
 def test_a_cluster_describes_its_gpus_and_nodes() -> None:

@@ -248,7 +248,7 @@ def group_batch(
     """Split a batch like `split_batch`, into micro-batches of the sizes that minimise the batch's time: sequences that
     share one save a micro-step and cost padding to the longest of them.
 
-    A group's micro-batch has at most `most_tokens`, padding included, unless a single sequence has more.
+    A group's micro-batch has at most `most_tokens`, padding included; no sequence is longer.
     `sequence_time` maps the tokens of an unpacked sequence, padding included, to its time, and `micro_step_time` is the
     fixed cost of another micro-step in the same unit.
     """
@@ -259,7 +259,7 @@ def group_batch(
     best: list[tuple[float, int]] = [(0.0, 0)] * (len(starts) + 1)
     for place in reversed(range(len(starts))):
         longest = padded_length(lengths[order[starts[place]]], sequence_parallel)
-        most_sequences = min(max(1, most_tokens // longest), len(starts) - place)
+        most_sequences = min(most_tokens // longest, len(starts) - place)
         one_sequence = sequence_time(longest)
         best[place] = min(
             (size * one_sequence + micro_step_time + best[place + size][0], size)
