@@ -58,6 +58,7 @@ BY_HAND = {
         weigh("iw_sft", torch.ones(2), torch.tensor([1, 1]), 3, reference_log_probability=[0.0, -2.0, 0.0]),
         [0.5, 0.5],
     ),
+    "iw_sft, bounded": (weigh("iw_sft", EQUAL[:1], make_index([1]), 1, reference_log_probability=[-9.0]), [16.0]),
     "random": (random_weights(KEPT, make_index([3, 4]), 2), [1, 0, 0, 0.5, 0, 0.5, 0]),
 }
 

@@ -107,6 +107,9 @@ def test_a_recipe_names_a_split(prepare: Prepared, tmp_path: Path) -> None:
     assert describe_reading(str(tmp_path / "set"), split="math")[0].endswith("set: 1 rows")
     with pytest.raises(UserError, match=r"no split 'train', only math, chat; name one with data\.split \(prepare --s"):
         prepare(tmp_path / "set")
+    (tmp_path / "set" / "chat.jsonl").rename(tmp_path / "set" / "train.jsonl")
+    (tmp_path / "set" / "README.md").write_text("---\n[\n---\n")  # a page without YAML names no splits
+    assert decode_learned(prepare(tmp_path / "set")[0]) == ["math<|im_end|>", "chat<|im_end|>"]
 
 
 def test_columns_of_other_names_are_mapped(prepare: Prepared, tmp_path: Path) -> None:

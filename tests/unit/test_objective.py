@@ -60,6 +60,7 @@ def test_the_coefficients_of_all_micro_batches_sum_to_one(normalization, micro_b
         (3.0, 2.0, 1.0, 1.0),
         (3.0, 2.0, 1.25, 1.25),
         (0.0, 2.0, 1.0, 0.0),
+        (2**-20, 2**-19, None, 0.5),
         *((loss, 0.0, cap, 1.0) for loss in (0.0, 2.0) for cap in (None, 0.5, 1.0)),
     ],
 )
@@ -97,6 +98,9 @@ def test_the_variance_alpha_without_variance_is_one() -> None:
     # Not a ratio of two roundings: sums of squares that differ by 2e-15 from those of equal utilities.
     rounded = torch.tensor([2.0, 2.0, 2.0 + 4e-15, 4.0, 8.0 + 2e-14], dtype=torch.float64)
     assert [float(variance) for variance in utility_variances(rounded)] == [0.0, 0.0]
+    # A deviation of 1% of the mean is none: utilities 99 and 101, and 198 and 202.
+    small = torch.tensor([2.0, 200.0, 99**2 + 101**2, 400.0, 198**2 + 202**2], dtype=torch.float64)
+    assert [float(variance) for variance in utility_variances(small)] == [1.0, 4.0]
 
 
 def test_the_effective_sample_size_alpha_by_hand() -> None:

@@ -53,6 +53,10 @@ def test_packs_by_hand() -> None:
     per_rank = pack_by_rank([10, 5, 5, 3, 3], 2, 10, 1e9)
     assert {frozenset(packs[0]) for packs in per_rank} == {frozenset({0}), frozenset({1, 2})}
     assert {frozenset(packs[1]) for packs in per_rank} == {frozenset({3}), frozenset({4})}
+    # Packs hold a mean of 10.5 where that is more than the longest: 42 tokens on two ranks take 21, not 9 + 8 + 5.
+    lengths = [9, 8, 7, 6, 5, 4, 2, 1]
+    per_rank = pack_by_rank(lengths, 2, 11, 1e9)
+    assert [[sum(lengths[i] for i in pack) for pack in packs] for packs in per_rank] == [[10, 11], [10, 11]]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ THOUGHT = {**ANSWER, "reasoning_content": "t"}
         ({"instruction": "", "output": "a"}, "`instruction` is empty"),
         ({"instruction": "q", "output": ["a"]}, "`output` is list"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "`history` is no list of pairs"),
+        ({"instruction": "q", "output": "a", "history": [["q", "a", "q"]]}, "`history` is no list of pairs"),
         ({"instruction": "q", "output": "a", "history": 3}, "`history` is no list of pairs"),
         # Thinking and variables
         (
@@ -364,17 +365,17 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(pr
     tokenizer.chat_template = tokenizer.chat_template.replace("m.role + ", "m.role + (m.name or '') + ")
     tokenizer.save_pretrained(tmp_path / "reads_names")
     named = {**QUESTION, "name": "Ann", "mood": "good"}
-    rows = [{"messages": [named, ANSWER], "id": 1, "source": "x"}, {"messages": [QUESTION, ANSWER], "id": 2}]
+    rows = [{"messages": [named, ANSWER], "id": 1, "source": "x"}, {"messages": [QUESTION, ANSWER], "source": "y"}]
     prepare(rows, "plain")
-    assert "\nignored: `id` 2, `messages.mood` 1, `messages.name` 1, `source` 1\n" in prepare.said[-1]
+    assert "\nignored: `source` 2, `id` 1, `messages.mood` 1, `messages.name` 1\n" in prepare.said[-1]
     store = prepare(rows, model=tmp_path / "reads_names")
-    line = "ignored: `id` 2, `messages.mood` 1, `source` 1"
+    line = "ignored: `source` 2, `id` 1, `messages.mood` 1"
     assert line in prepare.said[-1].splitlines() and line in TokenStore(store).describe().splitlines()
     assert "userAnn" in tokenizer.decode(TokenStore(store)[0].input_ids)
     # `check` may know no tokenizer, and thus not what the template ignores.
     assert describe_reading(str(store)) == [f"{store}: format messages 2", f"{store}: {line}"]
     lines = [text.partition(": ")[2] for text in describe_reading(str(tmp_path / "rows.jsonl"))]
-    assert lines == ["2 rows", "format messages 2", "ignored: `id` 2, `source` 1"]
+    assert lines == ["2 rows", "format messages 2", "ignored: `source` 2, `id` 1"]
 
 
 def test_fields_within_a_row_are_read_or_counted(prepare: Prepare) -> None:

@@ -32,7 +32,7 @@ def iw_sft_factors(
     """`w_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
     (arXiv 2507.12856), in the sequence-level form that its authors train with. 1 while the model equals its reference.
     `reference_log_probability`: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats."""
-    num_tokens = segment_sum(torch.ones_like(losses), sequence_index, num_sequences).clamp_min(1)
+    num_tokens = segment_sum(torch.ones_like(losses), sequence_index, num_sequences)
     log_probability = -segment_sum(losses, sequence_index, num_sequences)
     ratio = torch.exp((log_probability - reference_log_probability.to(losses.dtype)) / num_tokens)
     return ratio.clamp_max(IMPORTANCE_RATIO_CAP)[sequence_index]

@@ -98,4 +98,4 @@ def effective_sample_size(weights: Tensor, sequence_index: Tensor, num_sequences
     0 without tokens. Weights need not sum to 1."""
     totals = segment_sum(weights, sequence_index, num_sequences)
     squares = segment_sum(weights * weights, sequence_index, num_sequences)
-    return torch.where(squares > 0, totals * totals / torch.where(squares > 0, squares, 1.0), 0.0)
+    return totals * totals / torch.where(squares > 0, squares, 1.0)

@@ -26,7 +26,7 @@ def muon_update(blend: Tensor) -> Tensor:
     """The update per unit of learning rate: the blend, orthogonalized by five Newton-Schulz iterations (singular values
     become about 1, between 0.7 and 1.2), times `0.2 sqrt(max(rows, columns))`, which gives it the root mean square of
     AdamW's updates. `blend`: `[..., rows, columns]`, of any floating-point dtype, in which the update is computed."""
-    orthogonal = _iterate(_scale_to_one(_transpose_tall(blend, blend.detach()))[0])
+    orthogonal = _iterate(_scale_to_one(_transpose_tall(blend, blend))[0])
     return _transpose_tall(blend, orthogonal) * rms_factor(blend.shape)
 
 

@@ -57,7 +57,7 @@ def uniform_weights(sequence_index: Tensor, num_sequences: int, dtype: torch.dty
 def log_probability_base(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """`log b`, `[N]` fp64, of the base measure `b[i,t] ~ p(y_t)`: the token weights of Dynamic Fine-Tuning (arXiv
     2508.05629), normalised over each sequence. `losses`: `[N]`, cross-entropy of the current model in nats."""
-    log_p = -losses.detach().double()
+    log_p = -losses.double()
     shifted = log_p - segment_max(log_p, sequence_index, num_sequences)[sequence_index]
     return shifted - segment_sum(shifted.exp(), sequence_index, num_sequences).log()[sequence_index]
 
