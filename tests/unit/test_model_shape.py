@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    AutoConfig,
     BambaConfig,
     DeepseekV32Config,
     FalconConfig,
@@ -66,6 +67,12 @@ def test_the_length_at_which_attention_costs_as_much_as_linear_layers(tmp_path: 
 def test_config_json_and_transformers_give_the_same_shape(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert read_shape(str(tmp_path)) == read_model(str(tmp_path)).shape
+
+
+@pytest.mark.parametrize("kind, number", [("gemma2", 4), ("gemma3_text", 4), ("glm4", 4), ("glm4_moe", 2)])
+def test_outputs_of_attention_and_mlp_may_have_norms_too(kind: str, number: int, tmp_path: Path) -> None:
+    AutoConfig.for_model(kind, **SIZES).save_pretrained(tmp_path)
+    assert (shape := read_shape(str(tmp_path))) is not None and shape.norms_per_layer == number
 
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128)

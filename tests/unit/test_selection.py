@@ -26,11 +26,11 @@ from vcore_ds.config.method_section import MethodConfig
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe, differing_keys, flat_values
 from vcore_ds.data.cache import find_or_make_store
-from vcore_ds.data.dataset import SubsetDataset
+from vcore_ds.data.dataset import ChangedDataset, SubsetDataset
 from vcore_ds.data.prepare.convert import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.score_selection import read_matching_selection, read_selection, select_positions
-from vcore_ds.data.scores_folder import ScoredCheckpoint, read_scores, write_scores
+from vcore_ds.data.scores_folder import ScoredCheckpoint, group_by_source, read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -127,6 +127,14 @@ def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
     assert [sequence.sequence_id for sequence in kept] == kept.sequence_ids.tolist() == [1, 4, 9]
     assert kept.lengths.tolist() == [len(store[i]) for i in (1, 4, 9)]
     assert kept.digest != store.digest != SubsetDataset(store, np.array([1, 4, 8])).digest != kept.digest
+    changed = [ChangedDataset(dataset, lambda _, sequence: sequence, "added").digest for dataset in (store, kept)]
+    assert len({*changed, store.digest, kept.digest}) == 4
+
+
+def test_the_largest_sources_come_first() -> None:
+    groups = [(name, *members) for name, members in group_by_source(np.array(["c", "a", "b", "b"]), 2)]
+    assert groups == [("all", 1, 1, 1, 1), ("b", 0, 0, 1, 1), ("a", 0, 1, 0, 0)]
+    assert [name for name, _ in group_by_source(np.array(["a"]), 2)] == ["a"]
 
 
 # (folder of scores, other keys of data.keep, what is named)

@@ -28,7 +28,7 @@ from vcore_ds.planning.hardware import (
 )
 from vcore_ds.planning.hardware import FAST as FASTEST
 from vcore_ds.planning.known_models import KNOWN_MODELS, QWEN3_32B
-from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.model_shape import Experts, ModelShape
 from vcore_ds.planning.passes import (
     ParameterCounts,
     PassWork,
@@ -171,6 +171,17 @@ def test_a_low_rank_direction_by_hand() -> None:
     assert twice.seconds["probe"] - cost.seconds["probe"] == pytest.approx(4 * 4 * 3000 / 1e6)
     separate = StepPasses.derive(replace(settings, is_fused=False, tensor=2)).utility
     assert separate is not None and (separate.linear, separate.num_with_tangents) == (2, 1)
+
+
+def test_weight_matrices_with_experts_by_hand() -> None:
+    """Three layers, two of them with 8 experts of width 6, of which a token takes 3, and a shared one of width 5."""
+    shape, attention = replace(SHAPE, num_layers=3, experts=Experts(2, 8, 3, 6, 5)), [(6, 32, 10), (6, 16, 10)]
+    for active, num_experts, num_embeddings in ((False, 8, 2), (True, 3, 1)):
+        others = [(3, 20, 10), (6 * num_experts, 6, 10), (6, 5, 10), (num_embeddings, 50, 10)]
+        assert shape.list_weight_matrices(active=active) == [*attention, *others]
+    bare = replace(shape, is_tied=True, experts=Experts(3, 8, 3, 6))
+    assert bare.list_weight_matrices() == [*attention, (9 * 8, 6, 10), (1, 50, 10)]
+    assert (shape.expert_parameters, shape.idle_parameters) == (6 * 10 * 8 * 6, 6 * 10 * 5 * 6)
 
 
 def test_fp8_tangents_by_hand() -> None:
@@ -375,8 +386,8 @@ def test_runs_and_plans_assume_the_same_h100() -> None:
     for field in ("node_bandwidth", "network_bandwidth", "exchange_latency"):
         assert getattr(planned, field) == pytest.approx(getattr(machine_of_runs, field), rel=0.02), field
     # GEMMs of 4 tokens at 8 FLOP/s take as long as reading bf16 weights at 2 bytes/s; and as much again for tails.
-    slow = Gpu("any", 10**9, 8.0, 2.0, math.inf, math.inf, 8.0)
-    assert Cluster(slow, 1, achieved=IDEAL).machine.half_speed_tokens == pytest.approx(2 * 4)
+    slow, achieved = Gpu("any", 10**9, 16.0, 4.0, math.inf, math.inf, 8.0), replace(IDEAL, compute=0.5, memory=0.5)
+    assert Cluster(slow, 1, achieved=achieved).machine.half_speed_tokens == pytest.approx(2 * 4)
 
 
 def test_a_cluster_describes_its_gpus_and_nodes() -> None:
