@@ -90,8 +90,10 @@ def test_models_are_recognized_by_name(path: str, name: str | None) -> None:
 def test_yarn_extends_the_positions() -> None:
     sizes = CONFIGS["Qwen3-8B"] | {"max_position_embeddings": 40960}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    for extended, positions in ((sizes | {"rope_scaling": yarn}, 131_072), (sizes, 40_960)):
-        shape = parse_shape(extended)
+    cases: list[tuple[dict[str, Any], int]] = [(yarn, 131_072), (yarn | {"rope_type": "linear"}, 40_960), ({}, 40_960)]
+    cases += [({"type": "yarn", "factor": factor}, n) for factor, n in ((2.0, 81_920), (0.5, 40_960))]  # of older files
+    for rope, positions in cases:
+        shape = parse_shape(sizes | {"rope_scaling": rope})
         assert shape is not None and shape.max_positions == positions
     without = parse_shape({key: value for key, value in sizes.items() if key != "max_position_embeddings"})
     assert without is not None and without.max_positions is None
