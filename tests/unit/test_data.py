@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.messages import Malformed
-from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
 # As in Mistral and Gemma: no system turn, strict alternation.
 STRICT = (
@@ -102,6 +103,18 @@ def test_a_tokenizer_without_template_or_offsets_is_refused(tokenizer: PreTraine
         tokenizer.chat_template = CHATML
     with pytest.raises(UserError, match=reason):
         tokenize([make_talk("q", "a")], tokenizer)
+
+
+def test_code_of_a_tokenizers_folder_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    classes = {"auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}, "tokenizer_class": "Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | classes))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: pass\n")
+    with suppress(UserError):
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()
 
 
 # Batches
@@ -236,3 +249,5 @@ def test_a_pack_by_hand() -> None:
     assert joined.segments[:2].tolist() == batch.segments.tolist()
     assert joined.segments[2:, 0].tolist() == [3, 4] and joined.sequence_index().tolist() == [0, 0, 1, 2, 2, 3, 3]
     assert merge_batches([alone, batch]).segments[1].tolist() == [1, 1, 1, 2, 2, -1, -1, -1]
+    wider = merge_batches([batch, shared])  # 16 columns
+    assert wider.labels[0, 8:].eq(no).all() and wider.segments[0, 8:].eq(-1).all()
