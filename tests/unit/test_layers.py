@@ -176,7 +176,7 @@ LIMITS: dict[str, tuple[int, Callable[[], int]]] = {
     "Python files in the package": (176, lambda: len(PYTHON)),
     "files with a function that receives a whole Recipe": (15, lambda: sum(map(receives_recipe, SOURCES.values()))),
     "lines of JavaScript, CSS and HTML in the package": (927, lambda: count_lines(PAGES)),
-    "lines of Python in tests": (48_700, lambda: count_lines((REPOSITORY / "tests").rglob("*.py"))),
+    "lines of Python in tests": (49_400, lambda: count_lines((REPOSITORY / "tests").rglob("*.py"))),
     "words of guides": (26_400, lambda: count_words(GUIDES)),
     "words of the longest guide": (1_500, lambda: max(count_words([path]) for path in GUIDES)),
     "words of reports": (14_700, lambda: count_words(REPORTS)),

@@ -425,7 +425,7 @@ def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:
         (8, ["batch.pack_tokens_per_rank=131072", "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"],
          ["batch.pack_tokens_per_rank=65536"]),
         (8, ["engine.deepspeed_config=ds_configs/zero3_bf16_hierarchical.json", "model.activation_offload=true"], []),
-        (8, ["batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=4"], []),
+        (8, ["batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=2", "utility.fused=false"], []),
     ],
 )  # fmt: skip
 def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str], fitting: list[str]) -> None:
@@ -434,10 +434,11 @@ def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str
     changes = memory.find_memory_changes(H100)
     assert set(fitting) <= {words for words, estimate in changes.items() if H100.holds(estimate)}
     assert set(changes).isdisjoint(overrides)
+    assert ("batch.micro_batch_size_per_rank=1" in changes) == any("micro_batch_size" in words for words in overrides)
     for words, estimate in changes.items():
         if "sequence_parallel" in words:
-            halves = [round(n / 2) for n in (memory.settings.main_tokens, memory.settings.probe_tokens)]
-            half = replace(memory.settings, main_tokens=halves[0], probe_tokens=halves[1])
+            names = ("main_tokens", "probe_tokens", "utility_tokens")
+            half = replace(memory.settings, **{name: round(getattr(memory.settings, name) / 2) for name in names})
             assert words == "batch.sequence_parallel=2 probe.sequence_parallel=2"
             assert estimate == estimate_memory(QWEN3_32B, half)
         elif words.endswith(" ranks"):  # the estimate is that of a run on them
@@ -461,6 +462,25 @@ def test_remedies_end_where_none_would_help() -> None:
     on_most = replace(packed, settings=replace(packed.settings, num_ranks=1024)).estimate.peak_bytes
     ranks = [[w for w in packed.find_memory_changes(Available(n, 0)) if " ranks" in w] for n in (on_most, on_most - 1)]
     assert ranks == [["1024 ranks"], []]
+    # A doubled number at a time, and ranks of all tensor-parallel groups together.
+    on_32 = plan_recipe_memory(32).estimate.peak_bytes
+    assert "32 ranks" in packed.find_memory_changes(Available(on_32, 0))
+    sharded = plan_recipe_memory(8, "parts/layers/tensor8.yaml")
+    on_2048 = replace(sharded, settings=replace(sharded.settings, num_ranks=256)).estimate.peak_bytes
+    assert not any(" ranks" in words for words in sharded.find_memory_changes(Available(on_2048, 0)))
+    on_cpus = packed.find_memory_changes(Available(on_32, 0, is_cpu=True))
+    assert on_cpus and not any("offload" in words for words in on_cpus)
+    # What `auto` stores can be recomputed.
+    for stored in (ActivationMemory(64, 3), ActivationMemory(64, 0, True)):
+        settings = replace(packed.settings, activations=stored)
+        change = replace(packed, settings=settings).find_memory_changes(H100)["model.gradient_checkpointing=true"]
+        assert change == estimate_memory(QWEN3_32B, replace(settings, activations=ActivationMemory(64)))
+    # Sequences are on two ranks already; some architectures allow no sequence parallelism.
+    on_two = replace(sft, sequence_parallel=2).find_memory_changes(H100)["batch.sequence_parallel=4"]
+    assert on_two == estimate_memory(QWEN3_32B, replace(sft.settings, main_tokens=sft.settings.main_tokens // 2))
+    without = replace(QWEN3_32B, no_sequence_parallelism="a reason")
+    other = replace(sft, plan=replace(sft.plan, time_model=replace(sft.plan.time_model, shape=without)))
+    assert not any("sequence_parallel" in words for words in other.find_memory_changes(H100))
 
 
 def test_words_on_memory_that_is_tight_or_was_exhausted() -> None:
