@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.conversations import make_row, tokenize
+from tests.helpers.templates import WORDS
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import _BOXED, _BRACE, AnswerChecker, Kind, final_answer, find_answer_spans, is_right
@@ -132,17 +133,18 @@ BOXED = {
     "boxes": [
         ("5", r"\boxed{5}", True), ("5", r"x = \boxed{5}", True), (r"\boxed{5}", "5", True),
         ("5", r"4}, no: \boxed{5", True), ("4", r"4}, no: \boxed{5", False), ("5", r"5} in \boxed{", True),
+        (r"\boxed{4}, no: \boxed{5}", "4", False),
     ],
 }
 LETTERS = {  # by what the box has; without a letter it stays as it is
     "B": "B", "(B)": "B", "B. Paris": "B", r"\text{(B) Paris}": "B", r"\textbf{(B)}\ 42": "B", r"\text{B}: 42": "B",
     "B) Vitamin C": "B", "B – Paris": "B", "option B": "B", r"\text{The answer is B.}": "B", "C. B is wrong": "C",
-    "b": "b", "A and B": "A and B", "(A), (B)": "(A), (B)", "A circle": "A circle", "AB": "AB",
+    "$B$": "B", "b": "b", "A and B": "A and B", "(A), (B)": "(A), (B)", "A circle": "A circle", "AB": "AB",
 }
 NUMBERS = {  # without a box
     "so it is −7.": "-7", "about 1e5 of them": r"1\times 10^{5}", "It is 3½.": r"3\frac{1}{2}", "It is ½.": "1/2",
     "it is -3 1/2": r"-3\frac{1}{2}", r"it is 1\,234": "1234", "She has $18.": "18", "That is 50%.": "50%",
-    r"It is \frac{1}{2}.": r"\frac{1}{2}", "from 10-12": "12", ".5": ".5",
+    r"It is \frac{1}{2}.": r"\frac{1}{2}", "from 10-12": "12", ".5": ".5", "it is 3 5/2": "3 5/2",
 }
 PROGRAM, CUT = "```cpp\nint main() {}\n```\n", "```cpp\nint main() { cut"
 PROGRAMS = {
@@ -234,6 +236,10 @@ def test_only_the_assistants_answer_counts(dataset) -> None:
     (sequence,) = dataset(r"It is \boxed{\frac{3}{4}}, or \boxed{0.75}.")
     assert decode_masked(sequence, sequence.in_answer) == r"\frac{3}{4}" + "0.75"
     assert not sequence.in_answer[~sequence.supervised].any()
+    # A token across the border of the box is one of the answer's.
+    tokenizer = make_tokenizer(merges=[("{", "x")], word_pattern=WORDS)
+    (crossing,) = tokenize([make_row("q", r"It is \boxed{x}.")["messages"]], tokenizer)
+    assert tokenizer.decode(crossing.input_ids[crossing.in_answer]) == "{x"
 
 
 def test_a_batch_has_the_kept_tokens_of_its_sequences(dataset) -> None:

@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from launch_scripts import quickstart_data
 from tests.helpers.conversations import decode_supervised, tokenize
+from tests.helpers.templates import WORDS
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, collate, idle_batch, merge_batches, pack
@@ -63,6 +64,15 @@ def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
     # The newline that ends the prompt and the one that begins the turn are one token.
     assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", "ĊĊ", "Ċ", "ans", "Ċ"]
     assert sequence.supervised.tolist() == [False, False, True, True, False]
+    # Neither is one with the end of the turn and what the template writes behind it, nor white space of the prompt
+    # whose offsets are those of the border.
+    tokenizer = make_tokenizer(tokenizer.chat_template, merges=MERGES, word_pattern=WORDS)
+    (sequence,) = tokenize([make_talk("q", "ans:")], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", "Ċ", "ans", ":Ċ"]
+    assert sequence.supervised.tolist() == [False, False, True, False]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (sequence,) = tokenize([make_talk("q ", "ans")], make_tokenizer(template, merges=MERGES, trim_offsets=True))
+    assert sequence.supervised.tolist() == [False, False, True]
 
 
 def test_a_turn_without_prompt_is_context() -> None:

@@ -213,6 +213,8 @@ def test_expert_parallelism_is_offered_where_a_run_does_not_fit() -> None:
     for expert in (8, 32):
         assert plan.available.holds(estimates[f"parallel.expert={expert}"])
         assert plan_run(derive_plan_settings(make_recipe(expert, **sft)), plan.cluster, plan.shape).fits
+        settings = replace(plan.memory.settings, expert=expert, expert_load=estimate_fullest_load(plan.shape, expert))
+        assert estimates[f"parallel.expert={expert}"] == estimate_memory(plan.shape, settings)
 
 
 def test_a_large_moe_model_gains_from_groups_over_nodes() -> None:

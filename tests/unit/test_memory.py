@@ -378,7 +378,10 @@ def test_memory_settings_follow_the_recipe(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan_recipe_memory(16, f"{file}offload_optimizer.json").settings.zero.offloads_parameters is False
     assert plan_recipe_memory(16, "probe.rank=64").settings.probe_rank == 64
     assert plan_recipe_memory(16, *MUON, "probe.direction=muon").settings.has_muon_direction
-    assert not plan_recipe_memory(16, *MUON, "methods/sft.yaml").settings.has_muon_direction
+    unused = plan_recipe_memory(
+        16, *MUON, "probe.direction=muon", "probe.rank=64", "probe.every=4", "methods/sft.yaml"
+    ).settings
+    assert not unused.has_muon_direction and not unused.keeps_direction and unused.probe_rank is None
     assert plan_recipe_memory(16, *IN_FP32).settings.number_bytes == 4
 
 

@@ -66,7 +66,8 @@ def test_the_length_at_which_attention_costs_as_much_as_linear_layers(tmp_path: 
 )
 def test_config_json_and_transformers_give_the_same_shape(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    assert read_shape(str(tmp_path)) == read_model(str(tmp_path)).shape
+    assert (shape := read_shape(str(tmp_path))) == read_model(str(tmp_path)).shape
+    assert shape is not None and shape.max_positions == config.max_position_embeddings
 
 
 @pytest.mark.parametrize("kind, number", [("gemma2", 4), ("gemma3_text", 4), ("glm4", 4), ("glm4_moe", 2)])
@@ -129,6 +130,7 @@ _SIZES = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
         ({"block_types": ["conv"]}, "whose layers (conv) are not all attention"),
         ({"layer_types": [], "ssm_state_size": 8}, "whose layers are not all attention (it has ssm_state_size)"),
         ({"conv_kernel": 4}, "whose layers are not all attention (it has conv_kernel)"),
+        ({"mamba_d_state": 4}, "whose layers are not all attention (it has mamba_d_state)"),
         ({"conv1d_width": 4}, "whose layers are not all attention (it has conv1d_width)"),
         ({"mamba_d_conv": None, "ssm_cfg": {}}, None),
         ({"index_topk": 64}, "whose attention selects keys by their place in the pack"),
@@ -146,6 +148,7 @@ def test_config_json_says_what_cannot_be_packed(fields: dict[str, object], unpac
         # Before transformers 5, and by kind of layer.
         ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 512}, "dynamic", 512),
         ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64}, "longrope", 64),
+        ({"rope_parameters": LONGROPE["rope_parameters"], "max_position_embeddings": 128}, "longrope", 64),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic", 0),  # it does not say
         ({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 512}, "default", None),
     ],
@@ -183,6 +186,7 @@ def test_the_text_config_of_a_vision_language_model_is_read(tmp_path: Path) -> N
     assert shape is not None
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 8, 8, 8)
     assert shape.layer_parameters == 64 * 8 * 32 + 3 * 64 * 256  # four times as wide where nothing is said
+    assert shape.hidden_size == 0  # without a vocabulary, memory is not estimated
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         interleave_moe_layer_step=1, num_local_experts=16, num_experts_per_tok=1,
     ),
 }  # fmt: skip
+OTHERS["Llama-4-Maverick"] = OTHERS["Llama-4-Scout"] | {"interleave_moe_layer_step": 2, "num_local_experts": 128}
 
 PUBLISHED = {
     "Qwen3-30B-A3B": (30.5, 3.3),
@@ -55,6 +56,7 @@ PUBLISHED = {
     "Qwen3-Next-80B-A3B": (79.7, 3.9),
     "OLMoE-1B-7B": (6.9, 1.3),
     "Llama-4-Scout": (107.8, 17.2),
+    "Llama-4-Maverick": (400.7, 17.2),
 }
 """Billions of parameters: all, and those that a token goes through, embeddings included."""
 
@@ -71,6 +73,18 @@ def test_parameters_of_published_moe_models(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(built)
     assert total * 1e9 == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=5e-4)
+    attention = model.model.layers[-1].self_attn
+    assert shape.head_dim == (getattr(attention, "qk_head_dim", None) or attention.head_dim)
+
+
+def test_the_share_of_gated_delta_nets_may_be_another_one() -> None:
+    """Of every second layer instead of three of four, by hand."""
+    config = OTHERS["Qwen3-Next-80B-A3B"]
+    usual, half = (parse_shape(config | {"full_attention_interval": interval}) for interval in (4, 2))
+    attention = 2048 * 256 * (3 * 16 + 2 * 2)  # queries, their gates, outputs; keys and values
+    delta_net = 2048 * (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32)
+    assert usual is not None and half is not None
+    assert half.layer_parameters - usual.layer_parameters == (attention - delta_net) // 4
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b", "Qwen3-Next-80B-A3B"])

@@ -67,6 +67,19 @@ def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: py
     assert all(text in lines for text in expected)
 
 
+def test_of_much_data_the_beginning_is_read_and_of_long_text_the_ends_are_shown(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = {"role": "user", "content": "b" * 1000 + "m" * 50 + "e" * 1000}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    make_tokenizer(template).save_pretrained(rows.parent / "plain")
+    rows.write_text((json.dumps({"messages": [question, PLAIN]}) + "\n") * 501)
+    assert describe_reading(str(rows))[:2] == [f"{rows}: the first 500 rows", f"{rows}: format messages 500"]
+    assert main(["prepare", str(rows), "--tokenizer", str(rows.parent / "plain"), "--show", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n" + "b" * 1000 + "\n[... 50 characters ...]\n" + "e" * 1000 + "⟦b⟧" in shown
+
+
 def test_other_markers_and_white_space_of_thinking_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = make_template_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path / "qwen3")

@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers import conversations
 from tests.helpers.template_table import AGAIN, ASK, CALLS, NATIVE, RESULT, TOOLS, apply_template
 from tests.helpers.templates import SPECIAL, decode_supervised_spans, make_template_tokenizer
+from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.data.answers import code_prompt, math_prompt
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
 from vcore_ds.data.messages import Malformed
 from vcore_ds.data.prepare.rows import read_chat_row
+from vcore_ds.data.templates import find_end, match_special_tokens
 
 THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."
 
@@ -81,6 +83,71 @@ def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> No
 
 def test_an_answer_without_thinking_is_no_target_after_a_prompt_that_opens_thinking() -> None:
     assert not tokenize("deepseek_r1_distill", ("user", "2 + 2?"), ("assistant", "4")).supervised.any()
+
+
+THOUGHT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."},
+]
+BEGIN, END = "<|im_start|>assistant\n", "<|im_end|>"
+PROMPT = f"<|im_start|>user\n2 + 2?{END}\n{BEGIN}"
+WITHOUT_THINKING = CHATML.replace("m.content", "m.content.split('</think>')[-1].strip()")
+FORMS = {
+    "the prompt opens thinking without a line break": (
+        WITHOUT_THINKING.replace("assistant\n", "assistant\n<think>"),
+        PROMPT + "<think>",
+        f"\nHm.\n</think>\n\nFour.{END}",
+    ),
+    "a key is written twice, so thinking is in the content": (
+        CHATML.replace("m.content", "(m.thinking or '') + (m.thinking or '') + m.content"),
+        PROMPT,
+        f"<think>\nHm.\n</think>\n\nFour.{END}",
+    ),
+    "the template writes the first tag": (
+        CHATML.replace("m.content", "('<think>\n' if '</think>' in m.content else '') + m.content"),
+        PROMPT,
+        f"<think>\nHm.\n</think>\n\nFour.{END}",
+    ),
+    "the next turn begins with white space": (
+        "{% for m in messages %}{{ '\n<|im_start|>' + m.role + '\n' + (m.thinking or '') + m.content }}{% endfor %}"
+        "{{ '\n<|im_start|>assistant\n' if add_generation_prompt }}",
+        "\n<|im_start|>user\n2 + 2?\n<|im_start|>assistant\n",
+        "Hm.Four.\n<|im_start|>",
+    ),
+    "an earlier turn is written otherwise, so none shows what follows it": (
+        "{% for m in messages %}{{ '<|im_start|>' + ('=' if loop.last and m.role == 'assistant' else '-') }}"
+        "{{ (m.thinking or '') + m.content }}{% endfor %}{{ '<|im_start|>=' if add_generation_prompt }}",
+        "<|im_start|>-2 + 2?<|im_start|>=",
+        "Hm.Four.",
+    ),
+    "the end of the text is that of the turn": (
+        "{% for m in messages %}{{ (m.thinking or '') + m.content }}"
+        "{{ eos_token if loop.last and m.role == 'assistant' }}{% endfor %}",
+        "2 + 2?",
+        f"Hm.Four.{END}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "prompt", "turn"), FORMS.values(), ids=FORMS)
+def test_forms_of_templates_that_few_models_have(template: str, prompt: str, turn: str) -> None:
+    item = render_conversation(Conversation(THOUGHT), make_tokenizer(template))
+    assert item.text.rstrip() == prompt + turn and [item.text[slice(*span)] for span in item.spans] == [turn]
+
+
+def test_thinking_that_fits_no_turn_of_the_template_is_refused() -> None:
+    """Its turns begin otherwise than its prompt, and drop thinking."""
+    template = WITHOUT_THINKING.replace("assistant\n", "assistant, think\n")
+    with pytest.raises(Malformed, match="leaves out the thinking of message 2"):
+        render_conversation(Conversation(THOUGHT), make_tokenizer(template))
+
+
+def test_special_tokens_are_the_declared_ones_and_the_longest_matches() -> None:
+    backend = make_tokenizer(special_tokens=["<|end", "<|end|>"], end=None, pad=None).backend_tokenizer
+    backend.add_tokens(["</tool>", "<|stop|>"])  # ordinary ones, of which one ends turns
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|stop|>")
+    assert match_special_tokens(tokenizer).findall("a<|end|>b<|endc</tool><|stop|>") == ["<|end|>", "<|end", "<|stop|>"]
+    assert find_end(tokenizer, "a<|end|>") == "<|end|>" and find_end(tokenizer, "a</tool>") == ""
 
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:

@@ -185,6 +185,11 @@ def replace_weight(value: float | None) -> Change:
     return change
 
 
+def drop_all_weights_of_a_trace(table: pa.Table) -> pa.Table:
+    lists = table.column("loss_weights").to_pylist()
+    return table.set_column(3, "loss_weights", pa.array([None, *lists[1:]], pa.list_(pa.float16())))
+
+
 def move_a_row(table: pa.Table) -> pa.Table:
     return table.set_column(0, "sequence", pa.array([*range(NUM_SEQUENCES - 1), 10**6]))
 
@@ -210,6 +215,7 @@ def change_manifest_hash(key: str) -> Change:
         (replace_weight(math.inf), "negative, inf or NaN for the trace at position 4"),
         (replace_weight(-0.5), "negative, inf or NaN for the trace at position 4"),
         (replace_weight(None), "found missing values in column loss_weights"),
+        (drop_all_weights_of_a_trace, "found missing values in column loss_weights"),
         (move_a_row, "found another number of tokens for the trace at position 1000000"),
         (drop_a_weight, "found another number of tokens for the trace at position 0"),
         (change_manifest_hash("tokenizer"), "found weights for another tokenizer"),

@@ -183,6 +183,8 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
     names, rows = data.origins()
     assert [Path(name).name for name in names] == ["a.jsonl"] * 6 + ["b.jsonl"] * 4
     assert rows.tolist() == [*range(6), *range(4)]
+    assert [Path(source["file"]).name for source in data.manifest["source"]] == ["a.jsonl", "b.jsonl"]
+    assert data.manifest["num_supervised_tokens"] == sum(sequence.supervised.sum() for sequence in data)
     with_pool = JoinedDataset([SubsetDataset(data, np.array([0, 9])), reader.read_store(str(setup / "trusted.jsonl"))])
     described = [Path(text).name for text in describe_rows(with_pool, [0, 9, 12])]
     assert described == ["a.jsonl, row 1", "b.jsonl, row 4", "trusted.jsonl, row 3"]

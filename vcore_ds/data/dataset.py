@@ -102,9 +102,8 @@ class JoinedStores(JoinedDataset):
         manifests = [store.manifest for store in stores]
         self.manifest: dict[str, Any] = {
             "tokenizer": manifests[0]["tokenizer"],
-            "filters": manifests[0].get("filters", {}),
             "source": [source for manifest in manifests for source in manifest.get("source", [])],
-            **{key: sum(manifest[key] for manifest in manifests) for key in ("num_tokens", "num_supervised_tokens")},
+            "num_supervised_tokens": sum(manifest["num_supervised_tokens"] for manifest in manifests),
         }
 
     @property

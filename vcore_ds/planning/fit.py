@@ -194,7 +194,7 @@ def plan_memory(
         expert=plan.time_model.expert,
         expert_load=estimate_fullest_load(shape, plan.time_model.expert),
         estimator=settings.estimator,
-        probe_rank=settings.probe.rank if settings.estimator == "jvp" and settings.lora is None else None,
+        probe_rank=settings.probe.rank if settings.estimator == "jvp" else None,
         rank_passes=settings.probe.rank_passes,
         fp8_tangents=settings.utility.tangent_precision == "fp8",
         is_fused=settings.is_fused,
