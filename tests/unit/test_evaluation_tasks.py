@@ -140,6 +140,10 @@ def test_own_problems_are_read_by_their_columns(tmp_path: Path, checker: AnswerC
     question = r"Is {options} $\{2\}$ or 2?"
     write_rows(tmp_path, "sets", [{"question": question, "answer": "$2$"}])
     write_rows(tmp_path, "quiz", [{"id": "q", "problem": "Which?", "options": ["one", 2], "answer": "B"}])
+    # The first column that has text or a number: neither is a truth value, nor white space.
+    write_rows(tmp_path, "first", [{"problem": True, "question": " ", "Problem": " Why?\n", "answer": 7}])
+    (first,) = tasks.choose_tasks([f"first={tmp_path}/first.jsonl"], prompt="{problem}")[0].problems
+    assert (first.input, first.target) == ("Why?", "7")
     words = [f"my-sets.v2={tmp_path}/sets.jsonl", f"quiz={tmp_path}/quiz.jsonl"]
     sets, quiz = tasks.choose_tasks(words)
     assert [sets.name, sets.kind, quiz.kind] == ["my-sets.v2", "math", "choice"]

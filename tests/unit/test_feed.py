@@ -97,13 +97,18 @@ def test_the_trusted_share_of_each_batch_comes_from_the_pool(first_rank) -> None
         model={"path": write_config(), "precision": "fp32"},
         schedule={"num_epochs": 2},
     )
-    feed = make_feed(recipe, 1, make_dataset(NUM_TRUSTED, token=7))
+    pool = make_dataset(NUM_TRUSTED, token=7)
+    feed = make_feed(recipe, 1, pool)
     schedule = derive_schedule(recipe.schedule, 1.0, NUM_TRAINING, feed.main_order.batch_size)
     assert schedule.num_steps == 7  # 40 of the training data, 6 a step
     assert feed.first_trusted_id == NUM_TRAINING
     counts: Counter[int] = Counter()
     for k in range(10):
-        (batch,) = feed.step(k).main
+        step = feed.step(k)
+        (batch,) = step.main
+        num_tokens = int((batch.input_ids != 0).sum())
+        assert step.measured["padding_share"] == pytest.approx(1 - num_tokens / batch.input_ids.numel())
+        assert step.measured["rank_imbalance"] == 1  # of one rank
         for i, row in zip(batch.sequence_ids, batch.input_ids, strict=True):
             is_trusted = i >= NUM_TRAINING
             assert int(row[0]) == (7 if is_trusted else 3)
@@ -113,10 +118,20 @@ def test_the_trusted_share_of_each_batch_comes_from_the_pool(first_rank) -> None
     assert {counts[i] for i in range(NUM_TRAINING)} == {3}  # 60 of them
     # Drawn independently of a probe of as many.
     method = {"method": recipe.method.model_copy(update={"name": "vcore"})}
-    probed = make_feed(recipe.model_copy(update=method), 1, make_dataset(NUM_TRUSTED, token=7))
+    probed = make_feed(recipe.model_copy(update=method), 1, pool)
     probed.probe_stream.batch_size = probed.trusted_stream.batch_size
     assert any(probed.trusted_stream.step(k) != probed.probe_stream.step(k) for k in range(10))
     assert set(counts) == set(range(NUM_TRAINING + NUM_TRUSTED))
+    # All of it depends on the run's seed.
+    other = make_feed(recipe.model_copy(update=method | {"run": recipe.run.model_copy(update={"seed": 1})}), 1, pool)
+    other.probe_stream.batch_size = probed.probe_stream.batch_size
+    for name in ("main_order", "probe_stream", "trusted_stream"):
+        assert getattr(other, name).step(0) != getattr(probed, name).step(0)
+    # Other data sets are read in micro-batches of any size.
+    batches = feed.batches([4, 1], 1, pool)
+    assert [batch.sequence_ids for batch in batches] == [[4], [1]] and all(7 in batch.input_ids for batch in batches)
+    (batch,) = feed.batches([2, 9, 4], None)
+    assert sorted(batch.sequence_ids) == [2, 4, 9] and 7 not in batch.input_ids
     assert feed.epoch(10) == 3.0
 
 
@@ -209,7 +224,7 @@ def test_utilization_counts_passes_and_idle_ranks_of_the_next_steps(first_rank) 
     utilization = feed.utilization(1, 10)  # steps 1 to 9, with a probe in 4 and 8
     assert (utilization["main"].waste.num_passes, utilization["probe"].waste.num_passes) == (9, 2)
     assert utilization["main"].is_low and utilization["main"].waste.num_idle_ranks == 2 * 9
-    assert feed.utilization(1, 4).keys() == {"main"}
+    assert feed.utilization(1, 4).keys() == {"main"} and len(feed.next_layouts(1, 100)) == 50
     assert feed.utilization(10, 10)["main"].waste.num_passes == 1  # a run that is resumed after its last step
     assert feed.step(1).measured["probe_sequence_parallel"] is None
     assert feed.step(4).measured["probe_rank_imbalance"] >= 1.0

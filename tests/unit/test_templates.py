@@ -122,9 +122,9 @@ FORMS = {
     ),
     "the end of the text is that of the turn": (
         "{% for m in messages %}{{ (m.thinking or '') + m.content }}"
-        "{{ eos_token if loop.last and m.role == 'assistant' }}{% endfor %}",
+        "{{ eos_token + '<|endoftext|>' if loop.last and m.role == 'assistant' }}{% endfor %}",
         "2 + 2?",
-        f"Hm.Four.{END}",
+        f"Hm.Four.{END}<|endoftext|>",
     ),
 }
 

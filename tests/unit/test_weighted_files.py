@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import sums, write_conversations, write_model
@@ -29,6 +30,7 @@ from vcore_ds.data.dataset import (
     SubsetDataset,
     list_files,
     shuffle_by_share,
+    write_reference,
 )
 from vcore_ds.data.scores_folder import LOSS_WEIGHTS, TokenRows, write_token_table
 from vcore_ds.data.tokenization import load_tokenizer
@@ -276,7 +278,10 @@ def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank:
     assert isinstance(data, SubsetDataset)
     assert data.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 9]  # without 3 of a.jsonl and 12, the third of b.jsonl
     assert [positions.tolist() for _, positions in list_files(data)] == [[0, 1, 2, 4, 5], [0, 1, 3]]
-    assert describe_training(DataConfig(train_path="x"), data).endswith("; 2 dropped: in data.probe_path too")
+    described = describe_training(DataConfig(train_path="x"), data)
+    num_supervised = sum(sequence.supervised.sum() for sequence in data)
+    assert f"8 of 10 rows kept, {sum(map(len, data)):,} tokens ({num_supervised:,} supervised)" in described
+    assert described.endswith("; 2 dropped: in data.probe_path too")
     kept = read_data(setup, train_path=train, probe_path=pool, trusted_overlap="keep")
     assert isinstance(kept, JoinedStores)
     assert "2 of the training traces are in data.probe_path too, and stay" in capsys.readouterr().out
@@ -291,8 +296,13 @@ def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank:
 
 def test_a_method_gets_its_masks_and_its_weights(setup: Path, one_rank: None, tmp_path: Path) -> None:
     train = str(setup / "a.jsonl")
-    data = make_reader(setup, train_path=train).read_training_data(MethodConfig(name="random", keep_share=0.3), 0)
+    reader, random = make_reader(setup, train_path=train), MethodConfig(name="random", keep_share=0.3)
+    data, other = (reader.read_training_data(random, seed) for seed in (0, 1))
     assert all(one.kept is not None and 0 < one.kept.sum() <= one.supervised.sum() for one in data)
+    assert any((one.kept != another.kept).any() for one, another in zip(data, other, strict=True))
+    write_reference(tmp_path / "reference", data, log_probabilities := [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0], model="m")
+    data = read_data(setup, train_path=train, reference_log_probabilities=str(tmp_path / "reference"))
+    assert [one.reference_log_probability for one in data] == log_probabilities
     store = make_reader(setup, train_path=train).read_store(train)
     tokenizer, offsets = store.manifest["tokenizer"], np.cumsum([0, *store.lengths[:5]])
     made_with = {
@@ -312,10 +322,11 @@ def test_a_method_gets_its_masks_and_its_weights(setup: Path, one_rank: None, tm
     assert data.digest != read_data(setup, train_path=train, probe_path=str(tmp_path / "pool.jsonl")).digest
 
 
-@pytest.mark.parametrize(("token_id", "expected"), [(None, 0), (7, 7), (10**6, 0)])
-def test_padding_is_a_token_of_the_model(setup: Path, token_id: int | None, expected: int) -> None:
-    tokenizer = SimpleNamespace(pad_token_id=token_id)
-    assert DataReader(DataConfig(train_path="a"), str(setup / "model"), tokenizer).pad_token_id == expected
+def test_padding_is_a_token_of_the_model(setup: Path) -> None:
+    size = AutoConfig.from_pretrained(setup / "model").vocab_size
+    for token_id, expected in ((None, 0), (7, 7), (size - 1, size - 1), (size, 0)):
+        tokenizer = SimpleNamespace(pad_token_id=token_id)
+        assert DataReader(DataConfig(train_path="a"), str(setup / "model"), tokenizer).pad_token_id == expected
 
 
 def test_a_damaged_store_is_not_trained_on(setup: Path, one_rank: None, tmp_path: Path) -> None:

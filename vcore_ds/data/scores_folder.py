@@ -313,8 +313,6 @@ def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterat
     with open_parquet(path, expected, ["sequence", *columns]) as file:
         for number in range(file.num_row_groups):
             table = file.read_row_group(number, columns=["sequence", *columns]).combine_chunks()
-            if not len(table):
-                continue
             offsets, values = {}, {}
             for name in columns:
                 chunk = table.column(name).chunk(0)
