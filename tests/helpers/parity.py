@@ -31,6 +31,9 @@ class Case:
     coalesce: bool = False
     num_main: int = 8
     num_probe: int = 4
+    num_tokens: int = 24
+    """Of the longest sequence."""
+    max_steps: int = 3
     without_tokens: tuple[int, ...] = ()
     """Rows of the main batch whose tokens are not supervised."""
     batches_per_utility_pass: int = 1
@@ -59,12 +62,12 @@ class Case:
     def num_steps(self) -> int:
         """2, so that the second step uses the state that the first leaves; outside `make soak` 1 for SGD without
         clipping, which has no state but the parameters. 3 where a direction is kept for several steps, and in bf16,
-        where the worst of a few roundings says little."""
+        where the worst of a few roundings says little. At most `max_steps`."""
         if self.probe_every > 1 or self.sections.get("model", {}).get("precision") == "bf16":
-            return 3
+            return min(3, self.max_steps)
         optimizer, method = self.sections.get("optimizer", {}), self.sections.get("method", {})
         has_past = optimizer.get("name") != "sgd" or optimizer.get("gradient_clipping") is not None
-        return 2 if has_past or method.get("name") == "iw_sft" or IS_SOAK else 1
+        return min(2 if has_past or method.get("name") == "iw_sft" or IS_SOAK else 1, self.max_steps)
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -126,7 +129,7 @@ def run_case(case: Case) -> dict[str, float]:
     followed_options = dict(followed=followed, followed_kept=prepare(followed)) if case.follows else {}
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
-        probe = tiny.make_batch(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
+        probe = tiny.make_batch(case.num_probe, case.num_tokens, seed=50 + k, vocabulary=case.vocabulary)
         masks, is_last = prepare(main), k == case.num_steps - 1
         if k % case.probe_every != 0 or recipe.method.name != "vcore":
             probe = None
@@ -186,7 +189,7 @@ def run_case(case: Case) -> dict[str, float]:
 
 
 def make_batch(case: Case, seed: int) -> Batch:
-    batch = copy.copy(tiny.make_batch(case.num_main, seed=seed, vocabulary=case.vocabulary))
+    batch = copy.copy(tiny.make_batch(case.num_main, case.num_tokens, seed=seed, vocabulary=case.vocabulary))
     for row in case.without_tokens:
         batch.labels[row] = -100
     return batch
