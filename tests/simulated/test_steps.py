@@ -55,8 +55,8 @@ STEPS = {
 first leaves on the device: Adam's, and a direction."""
 
 STEP_WITH_KERNELS = "full, checkpointed, separate passes, bf16"
-"""Step that runs the kernels of norm, rotary embedding and gate, of a few tokens: Triton's interpreter takes 0.2 s for a
-rotation of 24."""
+"""Step that runs the kernels of norm, rotary embedding and gate, on few tokens: Triton's interpreter takes 0.2 s to
+rotate 24."""
 
 SYNCHRONISING_STEPS = {name: CASES[name] for name in TESTED} | {
     "vcore, KL budget": dict(method={"kl_budget": 0.05}),
@@ -254,8 +254,8 @@ def test_the_flash_kernel_gives_the_tangents_of_a_fused_pass(results: dict[str, 
 
 
 def test_a_step_uses_the_kernels_of_norm_rotation_gate_and_loss(results: dict[str, Any]) -> None:
-    """A pass with tangents: four norms, two rotations and a gate in each of two layers, a last norm, the loss. Two passes
-    with a gradient (main and probe): each layer forward, again, and backward."""
+    """A pass with tangents: four norms, two rotations and a gate in each of two layers, a last norm, the loss. Two
+    passes with a gradient (main and probe): each layer forward, again, and backward."""
     assert results["launches"] == {
         "rms_norm_tangent_kernel": 9,
         "rotate_kernel": (2 + 2 * 3) * 2 * 2,  # with tangents the values' and theirs
