@@ -1,5 +1,6 @@
 """Steps on the simulated device, and mistakes that it has to find as a GPU would: one launch, of one rank."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ STEPS = {
     }.items()
 } | {
     "full, checkpointed, separate passes, bf16": in_bf16(
-        Case(checkpointing=True, coalesce=True, sections={"utility": {"fused": False}}), num_main=1, num_tokens=12
+        Case(checkpointing=True, coalesce=True, sections={"utility": {"fused": False}}), num_tokens=12
     ),
     "MoE model, idle experts, lora on experts, checkpointed, bf16": in_bf16(
         PARITY_CASES["MoE model, idle experts, lora on experts, checkpointed"]
@@ -227,6 +228,7 @@ def run_all() -> dict[str, Any]:
         "mask": catch_mask_on_host(),
         "unwritten": catch_unwritten_memory(),
         "read": count_waits_with_read(),
+        "compiler": "torch._inductor.lowering" in sys.modules,
     }
 
 
@@ -280,6 +282,10 @@ def test_a_step_synchronises_no_more_often_than_allowed(results: dict[str, Any],
     waits = results["waits"][case]
     print(case, waits.total(), dict(waits))
     assert waits.total() <= MOST_WAITS_PER_STEP[case]
+
+
+def test_engines_start_without_torchs_compiler(results: dict[str, Any]) -> None:
+    assert not results["compiler"]
 
 
 def test_a_mask_on_the_host_is_found(results: dict[str, Any]) -> None:

@@ -65,6 +65,8 @@ def start_deepspeed() -> None:
     else:
         # In fp64 the norm would convert every gradient, which moves 20 bytes of memory for each parameter instead of 4.
         stage3.get_norm_dtype = lambda: torch.float32
+        # Each rank would import torch's compiler, for DeepCompile's passes.
+        deepspeed.runtime.engine.is_deepcompile_supported = lambda: False
     AllGatherCoalescedHandle.wait = copy_gathered_parameters
     setattr(PartitionedParameterCoordinator, _GATHER, gather_in_order)
     DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group = update_from_buffer
