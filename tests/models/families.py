@@ -101,6 +101,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoe": _GRANITE,
     "granitemoehybrid": {**_GRANITE, "layer_types": _RECURRENCES},
     "granitemoeshared": _GRANITE,
+    "hrm_text": {"num_layers_per_stack": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 8, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -128,6 +129,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layers_block_type": _SHARED,
     },
     "rwkv": {"rescale_every": 2},
+    "xlstm": {"num_blocks": 4},
     "xmod": {"default_language": "en_XX"},
 }
 """Changes by model type, after the rules; `...` leaves a field out."""
