@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import step_runs, tiny, weightings
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from tests.unit.test_attention import CONFIGS
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
@@ -45,7 +46,9 @@ CASES = {
     "2 and 4, adam, clipped, packed": Case(
         sequence_parallel=(2, 4), packed=True, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
-    "4 and 4, lora, packed, checkpointed": Case(sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True),
+    "4 and 4, lora, packed, checkpointed": Case(
+        sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True, num_main=4, num_probe=3
+    ),
     "2 and 1, one kv head, coalesced, an idle group": Case(
         sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True, num_main=5, num_probe=1
     ),
@@ -55,11 +58,21 @@ CASES = {
         packed=True,
         checkpointing=True,
         batches_per_utility_pass=2,
+        num_main=6,
+        max_steps=1,
         sections={"utility": {"fused": False}},
     ),
-    "finite difference, 4 and 4, lora, checkpointed": Case(
-        sequence_parallel=(4, 4), lora=True, checkpointing=True, sections=FINITE_DIFFERENCE
+    "finite difference, 4 and 4, checkpointed": Case(
+        sequence_parallel=(4, 4), checkpointing=True, num_main=4, max_steps=1, sections=FINITE_DIFFERENCE
     ),
+} | soak(
+    {
+        "finite difference, 4 and 4, lora, checkpointed": Case(
+            sequence_parallel=(4, 4), lora=True, checkpointing=True, sections=FINITE_DIFFERENCE
+        )
+    }
+)
+OF_METHODS = {
     "custom, 2 and 2": Case(sequence_parallel=(2, 2), packed=True, sections={"method": weightings.FOCAL}),
     "alpha of micro-batches": Case(
         sequence_parallel=(2, 2),
@@ -84,6 +97,11 @@ CASES = {
         sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "asft"}, "lora": {"rank": 4, "alpha": 8}}
     ),
     "eaft, packed": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "eaft"}}),
+}
+"""Cases of how a group weights the tokens of its packs, for which a layer and, but for iw-SFT's ratio, a step do."""
+CASES |= {
+    name: replace(case, num_layers=1, max_steps=2 if name.startswith("iw_sft") else 1)
+    for name, case in OF_METHODS.items()
 }
 
 
@@ -167,7 +185,7 @@ def train_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
     engine = step_runs.make_engine(model, recipe)
     estimator, result = step_runs.make_estimator(recipe, engine), []
     for k in range(2):
-        main = step_runs.deal(tiny.make_batch(8, seed=10 + k), 2, sequence_parallel, packed=packed)
+        main = step_runs.deal(tiny.make_batch(8, seed=10 + k), 4, sequence_parallel, packed=packed)
         metrics = step_runs.train_step(
             engine, recipe, StepBatches(main, []), estimator, learning_rate=1e-3, seed=100 + k
         )
@@ -192,23 +210,24 @@ def counting_exchanges() -> Iterator[dict[str, list[int]]]:
         yield result
 
 
-def count_exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
-    """Count the elements that one sequence of 32 tokens exchanges, by pass."""
+def count_exchanges(*sizes: int) -> dict[int, dict[str, dict[str, list[int]]]]:
+    """Count the elements that one sequence of 32 tokens exchanges, by sequence-parallel size and pass."""
     recipe = step_runs.make_recipe(utility={"fused": False})
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
-    estimator = step_runs.make_estimator(recipe, engine)
-    batch = replace(tiny.take_rows(tiny.make_batch(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
-    result = {}
-    with engine.accumulation(1):
-        with counting_exchanges() as result["forward"]:
-            losses = engine.token_losses(batch)
-        with counting_exchanges() as result["backward"]:
-            engine.backward(losses.sum())
-    take_direction(estimator.direction, recipe.method, recipe.probe, [batch])
-    with counting_exchanges() as result["jvp"]:
-        estimator.begin([batch])
+    estimator, results = step_runs.make_estimator(recipe, engine), {}
+    for size in sizes:
+        batch = replace(tiny.take_rows(tiny.make_batch(1, num_tokens=32), [0]), sequence_parallel=size)
+        result = results[size] = {}
+        with engine.accumulation(1):
+            with counting_exchanges() as result["forward"]:
+                losses = engine.token_losses(batch)
+            with counting_exchanges() as result["backward"]:
+                engine.backward(losses.sum())
+        take_direction(estimator.direction, recipe.method, recipe.probe, [batch])
+        with counting_exchanges() as result["jvp"]:
+            estimator.begin([batch])
     engine.close()
-    return result
+    return results
 
 
 def measure_model_on_three_ranks(name: str) -> dict[int, tuple[float, float, float]]:
@@ -230,7 +249,7 @@ def run_all() -> dict[str, Any]:
             for k, packed in ((1, True), (2, False), (4, True))
         },
         "bf16": measure_bf16_agreement(),
-        "exchanges": {k: count_exchanges(k) for k in (2, 4)},
+        "exchanges": count_exchanges(2, 4),
         "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k)), math.inf], k) for k in sizes],
     }
 
