@@ -16,6 +16,7 @@ from tests.dist.test_memory import assert_peaks, assert_persistent_bytes, make_r
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.models.description import read_model
@@ -45,7 +46,7 @@ BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget
 IW_SFT = {"method": {"name": "iw_sft"}, "data": {"train_path": "none", "reference_log_probabilities": "none"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
-    "iw_sft, sequence-parallel": Case(sequence_parallel=(2, 2), sections=make_sections(**IW_SFT)),
+    "iw_sft, sequence-parallel": Case(sequence_parallel=(2, 2), num_main=4, sections=make_sections(**IW_SFT)),
     "eaft, packed, padded vocabulary": Case(
         packed=True, vocabulary=121, sections=make_sections(method={"name": "eaft"})
     ),
@@ -59,14 +60,14 @@ CASES = {
     "base measure and probe loss dft, ranks without sequences, clipped, offloaded optimizer": Case(
         num_main=5,
         num_probe=1,
+        max_steps=1,
         sections=make_sections(clipping=0.1, method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
         config=OFFLOAD,
     ),
     "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=make_sections(**SEPARATE)
     ),
-    "jvp, checkpointed": Case(checkpointing=True, sections=make_sections()),
-}
+} | soak({"jvp, checkpointed": Case(checkpointing=True, sections=make_sections())})
 FOUR_RANK_CASE = Case(
     tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=make_sections()
 )
@@ -166,7 +167,8 @@ def compare_layers() -> Layers:
     }
     exchanged = [megatron.count_exchanged_elements(**options) for options in EXCHANGED.values()]
     passes = {name: run_both_passes(case) for name, case in PASSES.items()}
-    peaks = measure_peaks(MEASURED_PASS, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
+    sizes = dict(intermediate_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
+    peaks = measure_peaks(MEASURED_PASS, **sizes)
     return Layers(architectures, *exchanged, passes, peaks)
 
 
