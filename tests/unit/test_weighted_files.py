@@ -28,6 +28,7 @@ from vcore_ds.data.dataset import (
     RandomDraws,
     Shares,
     SubsetDataset,
+    hold_out,
     list_files,
     shuffle_by_share,
     write_reference,
@@ -46,6 +47,8 @@ def test_which_file_each_draw_comes_from_by_hand() -> None:
     assert [Shares([2, 1]).locate(t) for t in range(6)] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
     # 1 : 1 : 2 is (1 : 1) : 2. The halves alternate, and the first half's draws alternate between its files.
     assert [Shares([1, 1, 2]).locate(t)[0] for t in range(8)] == [0, 2, 1, 2, 0, 2, 1, 2]
+    # 4 : 1 : 1 : 2 is 4 : ((1 : 1) : 2), so every second draw is one of those above.
+    assert [Shares([4, 1, 1, 2]).locate(t)[0] for t in range(8)] == [0, 1, 0, 3, 0, 2, 0, 3]
 
 
 def test_weights_are_decimals_and_only_their_ratios_count() -> None:
@@ -117,8 +120,7 @@ def test_random_draws_have_the_shares_of_the_main_batches() -> None:
 def test_a_shuffle_by_share_has_each_position_once_and_the_shares_at_its_start() -> None:
     order = shuffle_by_share([50, 400], [9, 1], np.random.default_rng(0)).tolist()
     assert sorted(order) == list(range(450))
-    for n in (10, 20, 50):
-        assert sum(i < 50 for i in order[:n]) == pytest.approx(0.9 * n, abs=1)
+    assert [n for n in range(50) if order[n] >= 50] == [5, 15, 25, 35, 45]  # one in the middle of each ten
     assert (
         shuffle_by_share([7], [0.3], np.random.default_rng(0)).tolist()
         == np.random.default_rng(0).permutation(7).tolist()
@@ -215,6 +217,9 @@ def test_a_share_of_each_file_is_held_out(setup: Path, one_rank: None) -> None:
         assert trained | held_out == set(range(10)) and not trained & held_out
         assert [sum(i < 6 for i in held_out), sum(i >= 6 for i in held_out)] == [2, 1]
     assert splits[0] == splits[2] != splits[1]
+    data = read_data(setup, train_path=train_path)
+    for share, numbers in ((0.01, [1, 1]), (0.99, [5, 3])):  # at least one of each file, and not all
+        assert np.bincount(hold_out(data, share, 0) >= 6).tolist() == numbers
     _, held_out = splits[0]
     (setup / "pool.jsonl").write_text((setup / "b.jsonl").read_text())  # the file of the store, all of it
     trained, without_pool = split(0, probe_path=str(setup / "pool.jsonl"))
