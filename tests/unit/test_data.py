@@ -77,8 +77,9 @@ def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
 
 def test_a_turn_without_prompt_is_context() -> None:
     tokenizer = make_tokenizer(merges=MERGES)
-    data = tokenize([[{"role": "assistant", "content": "Hello"}, *make_talk("q", "4")]], tokenizer)
-    assert decode_supervised(data[0], tokenizer) == ["4<|im_end|>"]
+    for turns in (("q", "4"), ("q", "4", "thanks")):
+        data = tokenize([[{"role": "assistant", "content": "Hello"}, *make_talk(*turns)]], tokenizer)
+        assert decode_supervised(data[0], tokenizer) == ["4<|im_end|>"]
 
 
 def test_a_turn_that_is_refused_as_a_prompt_is_context() -> None:

@@ -221,8 +221,13 @@ def test_variables_of_a_row_reach_its_template() -> None:
     assert rendered.text.endswith("<think>\n\n</think>\n\na<|im_end|>\n")
     (span,) = rendered.spans
     assert rendered.text[slice(*span)] == "a<|im_end|>" and not rendered.notices
-    rendered = render_conversation(Conversation(chat.messages), make_template_tokenizer("qwen3"))
-    assert rendered.notices == {"without_thinking": 1}
+    for template in ("qwen3", "gemma4"):  # with and without an empty block
+        rendered = render_conversation(Conversation(chat.messages), make_template_tokenizer(template))
+        assert rendered.notices == {"without_thinking": 1}
+    # Thinking is not learned after a prompt that does not ask for it; without a switch there is one prompt.
+    thought = read_chat_row({"messages": [QUESTION, THOUGHT], "chat_template_kwargs": variables})
+    for template, num_learned in (("gemma4", 0), ("llama3_1", 1)):
+        assert len(render_conversation(thought, make_template_tokenizer(template)).spans) == num_learned
     for name in ("tokenize", "date_string", "continue_final_message"):  # no variables of a template
         reserved = Conversation(chat.messages, template_variables={name: True})
         with pytest.raises(Malformed, match=name):

@@ -79,6 +79,9 @@ def test_the_space_that_mistral_7b_puts_before_an_answer_is_kept() -> None:
 def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> None:
     (target,) = decode_supervised_spans("qwen3", tokenize("qwen3", ("user", "2 + 2?"), ("assistant", "4")))
     assert target == "<think>\n\n</think>\n\n4<|im_end|>"
+    # Which it writes before the last turn alone: the model would not have generated an earlier one so.
+    turns = ("user", "2 + 2?"), ("assistant", "Four"), ("user", "And in digits?"), ("assistant", "4")
+    assert decode_supervised_spans("qwen3", tokenize("qwen3", *turns)) == [target]
 
 
 def test_an_answer_without_thinking_is_no_target_after_a_prompt_that_opens_thinking() -> None:

@@ -290,6 +290,9 @@ def test_rows_that_a_template_cannot_render_are_refused(
     with pytest.raises(Malformed) as error:
         tokenize_row(template, {"messages": messages, "tools": tools})
     assert str(error.value).startswith("the chat template of ") and reason in str(error.value)
+    if reason == "otherwise":  # its advice: none of the last turn is learned
+        row = {"messages": [*messages[:-1], messages[-1] | {"weight": 0}], "tools": tools}
+        assert not tokenize_row(template, row).supervised.any()
 
 
 OF_WEATHER = "`arguments` of the call of weather is"
