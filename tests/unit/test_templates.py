@@ -1,6 +1,7 @@
 """Conversations rendered with the chat templates of real models: what is supervised, and the prompts of both phases."""
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
@@ -82,6 +83,19 @@ def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> No
     # Which it writes before the last turn alone: the model would not have generated an earlier one so.
     turns = ("user", "2 + 2?"), ("assistant", "Four"), ("user", "And in digits?"), ("assistant", "4")
     assert decode_supervised_spans("qwen3", tokenize("qwen3", *turns)) == [target]
+    # A prompt that always opens thinking, as that of Qwen3's thinking models of July 2025, begins the block.
+    opens = copy.deepcopy(make_template_tokenizer("qwen3"))
+    opens.chat_template = re.sub(
+        r"(?s){%- if enable_thinking is.*?endif %}", r"{{- '<think>\\n' }}", opens.chat_template
+    )
+    item = render_conversation(Conversation([ASK, {"role": "assistant", "content": "4"}]), opens)
+    assert [item.text[slice(*span)] for span in item.spans] == [target.removeprefix("<think>\n")]
+    assert item.notices == {"without_thinking": 1}
+
+
+def test_thinking_that_a_template_drops_before_a_last_question_is_context() -> None:
+    sequence = tokenize("qwen3", ("user", "2 + 2?"), ("assistant", THINKING), ("user", "Thanks."))
+    assert not sequence.supervised.any() and "Okay" not in make_template_tokenizer("qwen3").decode(sequence.input_ids)
 
 
 def test_an_answer_without_thinking_is_no_target_after_a_prompt_that_opens_thinking() -> None:

@@ -187,10 +187,14 @@ def test_forms_of_calls_and_tools_are_equivalent(template: str, call: dict, resu
 )
 def test_calls_as_text_are_learned_without_a_column_of_tools(result: dict[str, Any]) -> None:
     """Qwen3's template adds an empty block of thinking to the last turn alone."""
-    messages = [ASK, {"role": "assistant", "content": "[weather(city='Paris')]"}, result, FINAL]
-    sequence = tokenize_row("qwen3", {"messages": messages})
-    assert sequence.input_ids.tolist() == compute_reference_ids("qwen3", messages, None)
-    assert decode_supervised_spans("qwen3", sequence) == ["[weather(city='Paris')]<|im_end|>", EMPTY + QWEN3_FINAL]
+    thinking = "<think>\nLook it up.\n</think>\n\n"
+    for thought, first, last in (({}, "", EMPTY), (THOUGHT, thinking, thinking)):
+        call = {"role": "assistant", "content": "[weather(city='Paris')]", **thought}
+        messages = [ASK, call, result, FINAL | thought]
+        sequence = tokenize_row("qwen3", {"messages": messages})
+        assert sequence.input_ids.tolist() == compute_reference_ids("qwen3", messages, None)
+        turns = [f"{first}[weather(city='Paris')]<|im_end|>", last + QWEN3_FINAL]
+        assert decode_supervised_spans("qwen3", sequence) == turns
 
 
 FUNCTION_CALLS = {"role": "assistant", "function_calls": "weather(city='Paris')"}
