@@ -21,9 +21,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+def write_checkout(folder: Path) -> Path:
+    """Make a folder from which a user submits: links to the repository's scripts, and logs in that folder."""
+    for name in ("launch_scripts", "ds_configs"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    return folder
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder from which a user submits: links to the repository's scripts, and logs in the test's folder."""
-    for name in ("launch_scripts", "ds_configs"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    return tmp_path
+    return write_checkout(tmp_path)
