@@ -1,7 +1,10 @@
 """Training with every shipped file of ds_configs/ against the plain one: where shards lie changes no result."""
 
 import json
-import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,15 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import groups
 
+from tests.gpu.node import steps
+from tests.gpu.node.loopback import GRACE_SECONDS, make_variables
 from tests.gpu.node.steps import read_files
-from tests.gpu.parts import RESULTS, STEPS
+from tests.gpu.parts import RESULTS
 from tests.helpers import step_runs, tiny
-from tests.helpers.commands import run_command
-from tests.helpers.ranks import run_ranks
+from tests.helpers.commands import REPOSITORY, command_environment, free_port, wait_until
+from tests.helpers.jobs import become_rank
+from tests.helpers.ranks import forkserver, run_ranks
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
@@ -34,11 +41,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
 PLAIN = {"bf16": "zero3_bf16", "fp32": "zero3_fp32"}
 ESTIMATORS = {"jvp": {}, "finite_difference": {"estimator": "finite_difference", "epsilon": 5.0}}
-CASES = [("jvp", False), ("finite_difference", True)]
-"""Estimator, and whether adapters are trained."""
+CASES = {
+    "bf16": [("jvp", False)],
+    "fp32": [("finite_difference", True), *([("jvp", False)] if IS_SOAK else [])],
+}
+"""Estimators by precision, and whether adapters are trained."""
 BF16_ALONE = ("zero3_bf16", "zero3_bf16_large", "zero3_bf16_sequential")
 """Files that put shards where the plain file does: training them in fp32 would show nothing more."""
-BF16_CASES = CASES[:1]
+NOT_TRAINED = {("zero3_fp32", "bf16"), *((name, "fp32") for name in BF16_ALONE)}
 SIZES = dict(hidden_size=128, intermediate_size=1024, vocab_size=1024)
 """Matrices above and below `stage3_param_persistence_threshold`: the large ones are all-gathered and released."""
 
@@ -108,11 +118,10 @@ def find_offload_devices(engine: Engine) -> tuple[str, str]:
 
 
 def train_with_every_file(model: str, json_files: dict[tuple[str, str], str]) -> dict[tuple, Outcome]:
-    """Train in every case; in bf16 in one of them, as fp32 has the others and shows more."""
     return {
         (name, precision, estimator, lora): train_two_steps(model, json_file, precision, estimator, lora)
         for (name, precision), json_file in json_files.items()
-        for estimator, lora in (BF16_CASES if precision == "bf16" else CASES)
+        for estimator, lora in CASES[precision]
     }
 
 
@@ -167,19 +176,16 @@ def assert_same(outcome: Outcome, plain: Outcome, precision: str) -> None:
     assert max(deviations.values()) < tolerance, deviations
 
 
-@pytest.mark.parametrize(
-    ("name", "estimator", "lora"),
-    [(name, *case) for name in FILES for case in (BF16_CASES if name in BF16_ALONE else CASES)],
-)
-def test_every_file_trains_as_the_plain_one_does(outcomes, name, estimator, lora):
-    precisions = [precision for precision in PLAIN if (name, precision, estimator, lora) in outcomes]
-    assert precisions
-    for precision in precisions:
-        plain = outcomes[PLAIN[precision], precision, estimator, lora]
-        assert_same(outcomes[name, precision, estimator, lora], plain, precision)
+@pytest.mark.parametrize("precision", PLAIN)
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_trains_as_the_plain_one_does(outcomes, name, precision):
+    cases = [case for case in outcomes if case[:2] == (name, precision)]
+    assert len(cases) == (0 if (name, precision) in NOT_TRAINED else len(CASES[precision]))
+    for _, _, *case in cases:
+        assert_same(outcomes[name, precision, *case], outcomes[PLAIN[precision], precision, *case], precision)
 
 
-@pytest.mark.parametrize(("estimator", "lora"), BF16_CASES)
+@pytest.mark.parametrize(("estimator", "lora"), CASES["bf16"])
 def test_sequential_all_gathers_change_no_bit(outcomes, estimator, lora):
     sequential, plain = (outcomes[f"zero3_bf16_{name}", "bf16", estimator, lora] for name in ("sequential", "large"))
     assert sequential.num_coalesced == 0 < plain.num_coalesced
@@ -204,18 +210,70 @@ def test_offloading_is_in_effect(outcomes, name, optimizer, parameters):
     assert min(outcome.gradient_norms) > 0.05  # clipped
 
 
-CASES_ON_NODES = ("Ulysses 2", "tensor 2", "expert 2", *read_files())
+ALONE_IN_SOAK = {"zero3_bf16, zero3_bf16_large", "zero3_bf16_offload_optimizer", "zero3_fp32"}
+"""Files whose settings others have too: `zero3_bf16_sequential` all but one of the first, and `zero3_bf16_offload_all`
+those of the second."""
+CASES_ON_NODES = [
+    *("Ulysses 2", "tensor 2", "expert 2"),
+    *(name for name in read_files() if IS_SOAK or name not in ALONE_IN_SOAK),
+]
 """Cases of `tests.gpu.node.steps`: every kind of parallelism, every file."""
+
+FIRST, SECOND = (0, 3), (1, 2)
+"""The four ranks by the process that forks them: no two of a communicator of two come from the same one."""
+SECOND_PROCESS = """
+import multiprocessing, sys
+import tests.helpers.imports
+from tests.dist.test_ds_configs import GRACE_SECONDS, SECOND, fork_nodes
+nodes = fork_nodes(multiprocessing.get_context("fork"), SECOND, int(sys.argv[1]), sys.argv[2])
+while any(node.exitcode is None for node in nodes) and not any(node.exitcode for node in nodes):
+    multiprocessing.connection.wait([node.sentinel for node in nodes if node.exitcode is None])
+for node in nodes:
+    node.join(GRACE_SECONDS)
+sys.exit(max(node.exitcode or 0 for node in nodes))
+"""
+
+
+def fork_nodes(context: Any, ranks: Sequence[int], port: int, folder: str) -> list[Any]:
+    """Start some of four ranks, which are a node each and take the steps of all cases."""
+    environment = command_environment() | {RESULTS: folder}
+    nodes = [
+        context.Process(
+            target=become_rank,
+            args=(steps.main, ["--only", *CASES_ON_NODES], f"{folder}/{rank}.log"),
+            kwargs={"environment": environment | make_variables(rank, 4, port)},
+            daemon=True,
+        )
+        for rank in ranks
+    ]
+    for node in nodes:
+        node.start()
+    return nodes
 
 
 @pytest.fixture(scope="module")
 def on_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Results by case of steps on four ranks, which are a node each and started separately: those that are forked from
-    one process have the same memory addresses, by which Python orders its sets."""
-    folder = tmp_path_factory.mktemp("nodes")
-    cases = shlex.join(CASES_ON_NODES)
-    done = run_command(f"env {RESULTS}={folder} python -m tests.gpu.node.loopback 4 -m {STEPS} --only {cases}")
-    assert done.returncode in (0, 1) and (folder / "steps_4").is_dir(), done.stdout
+    """Results by case of steps on four ranks, forked from two processes: those of one have the same memory addresses
+    and hash seeds, by which Python orders its sets."""
+    folder, port = tmp_path_factory.mktemp("nodes"), free_port()
+    for rank in range(4):
+        (folder / f"{rank}.log").touch()
+    words = [sys.executable, "-c", SECOND_PROCESS, str(port), str(folder)]
+    second = subprocess.Popen(words, cwd=REPOSITORY, env=command_environment())
+    first = fork_nodes(forkserver(), FIRST, port, str(folder))
+
+    def codes() -> list[int | None]:
+        return [second.poll(), *(node.exitcode for node in first)]
+
+    try:
+        wait_until(lambda: None not in codes() or any(codes()), "end of the steps")
+        with suppress(AssertionError):
+            wait_until(lambda: None not in codes(), "end of the other ranks", GRACE_SECONDS)
+        logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+        assert set(codes()) <= {0, 1} and (folder / "steps_4").is_dir(), logs
+    finally:
+        for process in (second, *first):
+            process.kill()
     return {row["case"]: row for row in json.loads((folder / "steps_4" / "results.json").read_text())["rows"]}
 
 

@@ -148,7 +148,7 @@ class ForkedJob(AnyJob):
             }
         self._ranks: list[Any] = [
             forkserver().Process(
-                target=_become_rank,
+                target=become_rank,
                 args=(main, arguments, str(log), shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
             )
             for rank in range(num_ranks)
@@ -180,9 +180,10 @@ class ForkedJob(AnyJob):
         return [psutil.Process(rank.pid) for rank in self._ranks if rank.is_alive()]
 
 
-def _become_rank(
+def become_rank(
     main: Callable[[Sequence[str]], int], arguments: Sequence[str], log: str, environment: dict[str, str]
 ) -> None:
+    """Run a command in this process, which has just been forked. `log`: file to which output is appended."""
     os.setsid()
     os.chdir(REPOSITORY)
     os.environ.clear()

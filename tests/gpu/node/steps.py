@@ -9,6 +9,7 @@ The models are tiny, the collectives those of a run. The oracle computes on the 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,10 +110,10 @@ def measure(only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=(), metavar="CASE")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     start_process_group(timeout_minutes=10)
     rows, num_ranks = measure(tuple(arguments.only)), layout.size("job")
     if not is_simulated():  # whose groups have no options
