@@ -1,6 +1,6 @@
 """Stop requests, and ranks that die or hang: one run, stopped and resumed by one test after the other.
 
-Tests of a launcher start it; in all others the ranks are forked.
+Tests of a launcher start it, most of them with ranks that train nothing; in all others the ranks are forked.
 """
 
 import os
@@ -52,9 +52,6 @@ class SharedRun:
     def start(self, launcher: str) -> Job:
         return Job(f"{launcher} {SCRIPT} {' '.join(self._overrides)}", self._new_log())
 
-    def deepspeed(self, *, num_ranks: int) -> Job:
-        return self.start(f"deepspeed --num_accelerators {num_ranks} --master_port {free_port()}")
-
     def fork(self, *changes: str, num_ranks: int = 2, rank_0_serves_store: bool = False) -> ForkedJob:
         return ForkedJob(
             run_script,
@@ -100,26 +97,74 @@ def test_a_stop_file_stops_the_run(run: SharedRun):
     assert not (run.folder / "STOP").exists()
 
 
-def test_sigusr1_to_one_rank_under_deepspeed_stops_the_run(run: SharedRun):
-    with run.deepspeed(num_ranks=2) as job:
+def test_sigusr1_to_one_rank_stops_the_run(run: SharedRun):
+    with run.fork(rank_0_serves_store=True) as job:
         job.wait_for(next_step_line(run))
         job.rank(1).send_signal(signal.SIGUSR1)
         run.check_stopped(job, "SIGUSR1")
 
 
-def test_sigterm_to_torchrun_stops_the_run(run: SharedRun):
-    with run.start("python -m vcore_ds.distributed.torchrun --nproc_per_node 1") as job:
+def test_sigterm_to_all_ranks_stops_the_run(run: SharedRun):
+    """As torchrun passes it on (`test_torchrun.py`)."""
+    with run.fork() as job:
         job.wait_for(next_step_line(run))
-        job.launcher.terminate()
+        for rank in (0, 1):
+            job.rank(rank).terminate()
         run.check_stopped(job, "SIGTERM")
 
 
-def test_sigterm_to_the_deepspeed_command_stops_the_run(run: SharedRun):
-    """The command does not pass the signal on; the rank stops by itself once its launcher is gone."""
-    with run.deepspeed(num_ranks=1) as job:
-        job.wait_for(next_step_line(run))
+RANK = """
+import os, sys, time
+from vcore_ds.distributed.signals import stop_signals
+stop_signals.listen()
+with stop_signals.deferred():
+    os.write(1, f"rank {os.environ['RANK']} is {os.getpid()}\\n".encode())
+    while stop_signals.received is None:
+        time.sleep(0.05)
+    time.sleep(2 * int(os.environ["RANK"]))
+    os.write(1, f"saved after {stop_signals.received}\\n".encode())
+    stop_signals.leave()
+sys.exit(85)
+"""
+"""A rank that trains nothing. Below, one that trains runs under a launcher as well."""
+
+
+def run_deepspeed(arguments: Sequence[str]) -> int:
+    """Do what the `deepspeed` command does, without the variables of a rank."""
+    from deepspeed.launcher import runner  # only here: the tests are collected without deepspeed
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    runner.main(arguments)
+    return 0
+
+
+def deepspeed_words(folder: Path, num_ranks: int) -> list[str]:
+    (folder / "rank.py").write_text(RANK)
+    return [f"--num_accelerators={num_ranks}", f"--master_port={free_port()}", str(folder / "rank.py")]
+
+
+def find_rank(job: AnyJob, rank: int) -> psutil.Process:
+    job.wait_for(f"rank {rank} is ")
+    return psutil.Process(int(re.search(rf"rank {rank} is (\d+)\n", job.output)[1]))
+
+
+def test_deepspeed_waits_for_ranks_that_save_and_passes_their_exit_code_on(tmp_path: Path):
+    """One rank gets the signal, and the launcher stops the other one after its end."""
+    with ForkedJob(run_deepspeed, deepspeed_words(tmp_path, 2), tmp_path / "log", rank_0_serves_store=True) as job:
+        find_rank(job, 1)
+        find_rank(job, 0).send_signal(signal.SIGUSR1)
+        assert job.wait() == EXIT_STOPPED, job.output
+    assert "saved after SIGUSR1" in job.output and "saved after SIGTERM" in job.output
+
+
+def test_sigterm_to_the_deepspeed_command_stops_the_ranks(tmp_path: Path):
+    """The command does not pass the signal on; a rank stops by itself once its launcher is gone."""
+    with Job(f"deepspeed {' '.join(deepspeed_words(tmp_path, 1))}", tmp_path / "log") as job:
+        find_rank(job, 0)
         job.launcher.terminate()
-        run.check_stopped(job, "the end of its launcher", code=-signal.SIGTERM)
+        assert job.wait() == -signal.SIGTERM, job.output
+    assert "saved after the end of its launcher" in job.output
 
 
 def test_ctrl_c_stops_a_script_without_a_traceback(run: SharedRun):
