@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.soak import IS_SOAK
+from tests.helpers.triton_interpreter import patch_language_once_a_launch
 from vcore_ds.models.attention import SequenceLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.flash_tangent import flash_tangent, launch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
+patch_language_once_a_launch()
 
 SCALE = 0.21
 CPU = torch.device("cpu")

@@ -243,15 +243,15 @@ def test_half_precision_losses_gradients_and_tangents_are_within_its_rounding(
     if IS_INTERPRETED:
         kernel = importlib.import_module("vcore_ds.models.token_loss_kernel")
         monkeypatch.setattr(kernel, "MAX_COLUMNS", 128)  # three passes of the loop, of which the last is not full
-    memory = LossMemory(4 * 300 * 50 + 3, keeps_logit_gradients=keeps)
-    exact = draw_inputs(num_tokens=120, vocabulary=300, hidden=16)
-    directions = draw_inputs(seed=1, num_tokens=120, vocabulary=300, hidden=16)[:2]
+    memory = LossMemory(4 * 300 * 10 + 3, keeps_logit_gradients=keeps)
+    exact = draw_inputs(num_tokens=24, vocabulary=300, hidden=16)
+    directions = draw_inputs(seed=1, num_tokens=24, vocabulary=300, hidden=16)[:2]
     hidden, weight = (t.bfloat16().requires_grad_() for t in exact[:2])
-    targets, gradient = exact[2], torch.randn(120, generator=torch.Generator().manual_seed(2))
+    targets, gradient = exact[2], torch.randn(24, generator=torch.Generator().manual_seed(2))
     saved: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
         losses = token_loss(hidden, weight, targets, memory=memory)
-    assert losses.dtype == torch.float32 and ((120, 300) in saved) == (keeps and IS_INTERPRETED)
+    assert losses.dtype == torch.float32 and ((24, 300) in saved) == (keeps and IS_INTERPRETED)
     losses.backward(gradient)
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]

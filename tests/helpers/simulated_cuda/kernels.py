@@ -64,7 +64,10 @@ def interpret_kernels(on_cpu: OnCpu) -> None:
     """Make `TRITON_INTERPRET=1` run the package's kernels on the device's memory: the attention kernel with tangents,
     those of norms, rotary embedding and gate in `pointwise_kernels`, and that of the token loss."""
     # Imported only here: they import Triton, which reads the variable.
+    from tests.helpers.triton_interpreter import patch_language_once_a_launch
     from vcore_ds.models import flash_tangent, pointwise, pointwise_kernels, token_loss, token_loss_kernel
+
+    patch_language_once_a_launch()
 
     def on_memory(launch: Callable[..., Any]) -> Callable[..., None]:
         def interpreted(*arguments: Any, **options: Any) -> None:
