@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from vcore_ds.common import paths
+from vcore_ds.config.exports import CARD
 from vcore_ds.data.conversations import Conversation, render_conversation
 from vcore_ds.data.messages import Malformed, Message
 from vcore_ds.data.templates import find_end
 from vcore_ds.models.description import find_file, read_model
-from vcore_ds.models.model_identity import CARD
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
 MAX_FILE_BYTES = 5 * 10**9

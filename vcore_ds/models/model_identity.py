@@ -21,12 +21,10 @@ from huggingface_hub.utils import validate_repo_id
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import expand_home, reading
-from vcore_ds.config.exports import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from vcore_ds.config.exports import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, read_adapter_config
 from vcore_ds.models.safetensors_ranges import read_header, read_weight_map
 from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
-CARD = "README.md"
-"""File name of model cards, in folders and on the hub."""
 CARD_TAG = "vcore_ds"
 """Tag of the model cards that vcore_ds writes."""
 LICENSE_KEYS = ("license", "license_name", "license_link")

@@ -22,6 +22,7 @@ from vcore_ds.common.paths import (
     unfinished_path,
     writing,
 )
+from vcore_ds.config.exports import CARD
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine.checkpoint_shards import checkpoint_name
@@ -31,7 +32,7 @@ from vcore_ds.models.architecture_check import check_model_folder
 from vcore_ds.models.description import DTYPES, read_model
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, weight_slices
-from vcore_ds.models.model_identity import CARD, identify_base_model, is_hub_id, read_card_metadata
+from vcore_ds.models.model_identity import identify_base_model, is_hub_id, read_card_metadata
 from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training import checkpoint_folder
