@@ -127,7 +127,7 @@ LAST = {"supervise": "last"}
 
 
 def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, tmp_path: Path) -> None:
-    rows = [make_row("q", f"{i:04d}" + "x" * 4000) for i in range(600)]
+    rows = [make_row("q", f"{i:04d}" + "x" * 4000) for i in range(300)]
     path = write_lines(tmp_path / "train.jsonl", rows)
     first, said = prepare(path, cutoff_length=5000)
     made_at = (first / "tokens.bin").stat().st_mtime_ns
@@ -135,15 +135,15 @@ def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, 
     again, said = prepare(path, cutoff_length=5000)
     assert again == first and said == "" and (first / "tokens.bin").stat().st_mtime_ns == made_at
     assert prepare(first) == (first, "")  # a store is what it is
-    assert TokenStore(first).sequence_ids.tolist() == list(range(600))
-    assert [text[:4] for text in decode_learned(first)] == [f"{i:04d}" for i in range(600)]
+    assert TokenStore(first).sequence_ids.tolist() == list(range(300))
+    assert [text[:4] for text in decode_learned(first)] == [f"{i:04d}" for i in range(300)]
 
     before = path.stat()
-    rows[300] = make_row("q", "9999" + "x" * 4000)  # the same size
+    rows[150] = make_row("q", "9999" + "x" * 4000)  # the same size
     write_lines(path, rows)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     changed, _ = prepare(path, cutoff_length=5000)
-    assert changed != first and decode_learned(changed)[300].startswith("9999")
+    assert changed != first and decode_learned(changed)[150].startswith("9999")
     write_lines(path, [make_row("q", "short")])
     folders = [prepare(path, cutoff_length=60, **settings)[0] for settings in ({}, LAST, {"overlong": "truncate"})]
     assert len({prepare(path, cutoff_length=50)[0], *folders}) == 4
@@ -152,9 +152,9 @@ def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, 
 
 
 def test_processes_that_need_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:
-    path = write_lines(tmp_path / "train.jsonl", [make_row("q", "x" * 2000 + str(i)) for i in range(1500)])
+    path = write_lines(tmp_path / "train.jsonl", [make_row("q", "x" * 2000 + str(i)) for i in range(600)])
     with forkserver().Pool(3) as pool:
         results = pool.starmap(make, [(path, tokenizer_folder, 5000)] * 3)
     assert len({folder for folder, _ in results}) == 1
     assert sum("rows read" in said for _, said in results) == 1  # one has made it
-    assert len(TokenStore(results[0][0])) == 1500
+    assert len(TokenStore(results[0][0])) == 600
