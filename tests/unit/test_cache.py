@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.conversations import decode_learned, make_row, write_lines
 from tests.helpers.ranks import forkserver
 from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.cache import find_or_make_store
@@ -126,7 +127,10 @@ def test_columns_of_other_names_are_mapped(prepare: Prepared, tmp_path: Path) ->
 LAST = {"supervise": "last"}
 
 
-def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, tmp_path: Path) -> None:
+def test_a_store_is_made_once_and_again_when_its_data_change(
+    prepare: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "WHOLE_BYTES", 0)  # only samples of a larger file are read, and its time tells the rest
     rows = [make_row("q", f"{i:04d}" + "x" * 4000) for i in range(300)]
     path = write_lines(tmp_path / "train.jsonl", rows)
     first, said = prepare(path, cutoff_length=5000)

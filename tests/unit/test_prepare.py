@@ -18,6 +18,8 @@ from tests.helpers.conversations import decode_texts, make_row, prepare_rows, wr
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.named_model import find_named_model
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.data_section import DataConfig
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.messages import UNCLOSED_THINKING
 from vcore_ds.data.prepare import pipeline, sources
 from vcore_ds.data.prepare.convert import KEPT, PrepareRequest, RowOutcome
@@ -147,7 +149,7 @@ def test_a_configuration_is_named_after_two_colons(tmp_path: Path) -> None:
     assert read_values(tmp_path / "one", "cot") == [0, 1]
 
 
-def test_files_of_the_hub_are_downloaded_one_by_one(tmp_path: Path, monkeypatch) -> None:
+def test_files_of_the_hub_are_downloaded_one_by_one(tmp_path: Path, tokenizer: Path, monkeypatch) -> None:
     """The hub itself is replaced by a folder: its commit, the resolution of its files, and their download."""
     write_hub_copy(tmp_path, ["math", "code"])
     resolve, downloads = sources._resolve, []
@@ -170,6 +172,10 @@ def test_files_of_the_hub_are_downloaded_one_by_one(tmp_path: Path, monkeypatch)
     assert sources.describe_source(files) == [{"file": f"code/x-{i}.parquet", **hub} for i in (0, 1)]
     assert [row["n"] for file in files for row in file.rows()] == [10, 11]
     assert downloads == ["code/x-0.parquet", "code/x-1.parquet"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})  # other processes would ask the hub
+    settings = DataConfig(train_path="owner/set::code", split="cot", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="2 of 2 rows are malformed"):  # of files with no time on this machine
+        find_or_make_store(settings.train_path, load_tokenizer(str(tokenizer)), settings)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet", "rows.arrow"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.conversations import decode_learned, decode_texts, prepare_rows, write_lines
 from tests.helpers.templates import make_template_tokenizer
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.data_section import MANIFEST, DataConfig
 from vcore_ds.data.cache import find_or_make_store
@@ -377,6 +377,8 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(pr
     line = "ignored: `source` 2, `id` 1, `messages.mood` 1"
     assert line in prepare.said[-1].splitlines() and line in TokenStore(store).describe().splitlines()
     assert "userAnn" in tokenizer.decode(TokenStore(store)[0].input_ids)
+    needs_name = make_tokenizer("{{ raise_exception('no name') if not messages[0].name }}" + CHATML)
+    assert render_conversation(Conversation([named, ANSWER]), needs_name).ignored == ["messages.mood"]
     # `check` may know no tokenizer, and thus not what the template ignores.
     assert describe_reading(str(store)) == [f"{store}: format messages 2", f"{store}: {line}"]
     lines = [text.partition(": ")[2] for text in describe_reading(str(tmp_path / "rows.jsonl"))]

@@ -159,6 +159,11 @@ def test_thinking_that_fits_no_turn_of_the_template_is_refused() -> None:
         render_conversation(Conversation(THOUGHT), make_tokenizer(template))
 
 
+def test_a_text_that_a_template_writes_twice_is_refused() -> None:
+    with pytest.raises(Malformed, match="repeats .*message 2"):
+        render_conversation(Conversation(THOUGHT), make_tokenizer(CHATML.replace("m.content", "m.content * 2")))
+
+
 def test_special_tokens_are_the_declared_ones_and_the_longest_matches() -> None:
     backend = make_tokenizer(special_tokens=["<|end", "<|end|>"], end=None, pad=None).backend_tokenizer
     backend.add_tokens(["</tool>", "<|stop|>"])  # ordinary ones, of which one ends turns

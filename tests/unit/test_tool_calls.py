@@ -90,6 +90,11 @@ RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
         [ASK, make_call(), make_result(), FINAL, ASK, make_call(), make_result(), FINAL],
         [QWEN3_CALL, QWEN3_FINAL, QWEN3_CALL, EMPTY + QWEN3_FINAL],
     ),
+    "qwen3, nothing left out of a role that it does not write": (
+        "qwen3",
+        [{"role": "developer", "content": " "}, *CALLED],
+        [QWEN3_CALL, EMPTY + QWEN3_FINAL],
+    ),
     "llama3_1": ("llama3_1", CALLED, [LLAMA_CALL, LLAMA_FINAL]),
     "llama3_1, a call at the end": ("llama3_1", [SYSTEM, ASK, make_call()], [LLAMA_CALL]),
     "llama3_1, a second question": (
@@ -200,16 +205,17 @@ def test_calls_as_text_are_learned_without_a_column_of_tools(result: dict[str, A
 FUNCTION_CALLS = {"role": "assistant", "function_calls": "weather(city='Paris')"}
 
 
+@pytest.mark.parametrize("calls", [FUNCTION_CALLS["function_calls"], ["weather(", "city='Paris')"]])
 @pytest.mark.parametrize("content", [None, "", "Let me see."])
-def test_function_calls_are_learned_where_the_template_reads_them(content: str | None) -> None:
-    """The key of OLMo's templates, also with null in a table."""
+def test_function_calls_are_learned_where_the_template_reads_them(content: str | None, calls: Any) -> None:
+    """The key of OLMo's templates, also with null in a table, and as a list that the template joins."""
     tokenizer = copy.copy(make_template_tokenizer("qwen3"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}{% if m.function_calls %}"
-        "{{ '<function_calls>' + m.function_calls + '</function_calls>' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{{ '<function_calls>' + (m.function_calls | join) + '</function_calls>' }}{% endif %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    call = {**FUNCTION_CALLS, "content": content}
+    call = {**FUNCTION_CALLS, "function_calls": calls, "content": content}
     messages = [ASK, call, {"role": "environment", "content": "18"}, FINAL]
     rendered = render_conversation(read_chat_row({"messages": messages}), tokenizer)
     assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
@@ -281,7 +287,7 @@ LEFT_OUT = {
     "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "refuses this conversation"),
     "function_calls": ("qwen3", [ASK, FUNCTION_CALLS], None, "leaves out `function_calls` of message 2"),
     "function_calls beside text": ("llama3_1", [ASK, FINAL | FUNCTION_CALLS], None, "`function_calls` of message 2"),
-    "function_calls, a list": ("qwen3", [ASK, FUNCTION_CALLS | {"function_calls": [1]}], None, "`function_calls` of"),
+    "function_calls, a list": ("qwen3", [ASK, FUNCTION_CALLS | {"function_calls": [1]}], None, "s` of message 2"),
     "gemma4, text after results": ("gemma4", [ASK, make_call(content="So?"), make_result(), FINAL], TOOLS, "otherwise"),
     "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),
 }
