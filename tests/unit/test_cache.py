@@ -151,6 +151,11 @@ def test_a_store_is_made_once_and_again_when_its_data_change(
     write_lines(path, [make_row("q", "short")])
     folders = [prepare(path, cutoff_length=60, **settings)[0] for settings in ({}, LAST, {"overlong": "truncate"})]
     assert len({prepare(path, cutoff_length=50)[0], *folders}) == 4
+    (folder := folders[0]).rename(tmp_path / "made")
+    (unfinished := paths.unfinished_path(folder)).mkdir()  # by another version
+    (unfinished / "request.json").write_text('{"version": "0"}')
+    (unfinished / "part").touch()
+    assert prepare(path, cutoff_length=60)[0] == folder and len(TokenStore(folder)) == 1
     with pytest.raises(UserError, match="no chat template"):
         find_or_make_store(str(path), make_tokenizer(None), DataConfig(train_path=str(path)))
 

@@ -134,7 +134,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model")
     write_conversations(folder / "a.jsonl", sums(range(6)))
     write_conversations(folder / "b.jsonl", sums(range(10, 14)))
-    write_conversations(folder / "trusted.jsonl", sums([3, 12, 99]))
+    write_conversations(folder / "trusted.jsonl", sums([3, 12, 99, 18]))  # the last is as long as 13
     find_or_make_store(
         str(folder / "b.jsonl"),
         load_tokenizer(str(folder / "model")),
