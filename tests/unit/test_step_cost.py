@@ -59,12 +59,14 @@ def compute_cost(
     num_gpus: int,
     lengths: list[int],
     k: int = 1,
+    shape: ModelShape = SHAPE,
+    counts: ParameterCounts = COUNTS,
     **changed,
 ) -> StepCost:
     """One batch as main and as probe batch, each sequence unpacked; `changed`: fields of `Achieved`."""
-    part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
+    part, counts = settings.tensor, ParameterCounts(counts.all // settings.tensor, counts.trained // settings.tensor)
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
-    shape = SHAPE.take_tensor_shard(part)
+    shape = shape.take_tensor_shard(part)
     time_model = TimeModel(shape, num_gpus // part, min(8, num_gpus) // part, expert=settings.expert)
     batch_layout = lay_out_batch(
         range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1), time_model=time_model
@@ -241,6 +243,21 @@ def test_parameters_that_are_still_gathered_are_not_gathered_again(reuse_distanc
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
+def test_bytes_of_divided_experts_and_of_a_second_copy_by_hand() -> None:
+    """Six thousand parameters, 2,880 of them in experts, on four ranks of a node."""
+    shape, counts = replace(SHAPE, experts=Experts(2, 8, 3, 6)), ParameterCounts(6000, 6000)
+    settings = replace(SFT, expert=2, zero=ZeroSettings(reuse_distance=10**9))
+    divided = compute_cost(settings, FAST, 4, [16] * 4, shape=shape, counts=counts).traffic
+    assert divided["parameters"] == divided["gradients"] == Traffic(2 * (3120 * 3 / 4 + 2880 / 2 * 1 / 2), 0.0)
+    adapters = replace(settings, lora=LoraConfig(rank=4, alpha=8))
+    frozen = compute_cost(adapters, FAST, 4, [16] * 4, shape=shape, counts=ParameterCounts(6000, 100))
+    assert frozen.traffic["gradients"].inside == pytest.approx(2 * 100 * 3 / 4)
+    # The forward gathers from all ranks, the backward one of two layers and the head from the two that share a copy.
+    copied = replace(SFT, zero=ZeroSettings(reuse_distance=0, ranks_of_second_copy=2))
+    moved = compute_cost(copied, FAST, 4, [16] * 4, shape=shape, counts=counts).traffic["parameters"]
+    assert moved.inside == pytest.approx(2 * 6000 * 3 / 4 + 2 * (5000 / 2 + 500) * 1 / 2)
+
+
 def test_bytes_of_sequence_parallelism_by_hand() -> None:
     assert count_exchanged_numbers(QWEN3_32B, 8) == 128 * (64 + 2 * 8 + 64)
     assert count_exchanged_numbers(QWEN3_32B, 16) == 128 * (64 + 2 * 16 + 64)
@@ -319,6 +336,10 @@ def test_the_update_reads_and_writes_the_shard() -> None:
     assert compute_cost(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
     sgd = compute_cost(replace(SFT, optimizer="sgd"), memory, 2, [16] * 2)
     assert sgd.seconds["step"] == pytest.approx(shard * (24 + 2) / 1000)
+    # A perturbation reads a direction in fp32 and the parameters, which it writes; so does putting them back.
+    perturbed = replace(JVP, is_fused=False, estimator="finite_difference")
+    whole, half = (compute_cost(perturbed, memory, n, [16] * n).seconds["utility"] for n in (1, 2))
+    assert whole - half == pytest.approx(2 * shard * (4 + 2 + 2) / 1000)
 
 
 def test_muon_orthogonalizes_each_matrix_once() -> None:
