@@ -73,14 +73,10 @@ def add_unused_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
     device._refuse_unused_gpus.cache_clear()
 
 
-def run_command(
-    line: str, *, timeout_seconds: float = HANG_SECONDS, terminal: bool = False
-) -> subprocess.CompletedProcess[str]:
+def run_command(line: str, *, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run `line` in the repository, as a shell with the virtual environment activated would; stdout includes stderr.
-    `timeout_seconds`: after which the command and its ranks are killed and AssertionError is raised. `terminal`:
-    whether to run on a pseudo-terminal, where the progress bar is drawn."""
-    # A new pseudo-terminal has size 0, and a progress bar on it would be empty.
-    words = ["script", "-qec", f"stty rows 50 cols 200; {line}", "/dev/null"] if terminal else shlex.split(line)
+    `timeout_seconds`: after which the command and its ranks are killed and AssertionError is raised."""
+    words = shlex.split(line)
     process = subprocess.Popen(
         words,
         cwd=REPOSITORY,
