@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.helpers import resumed_runs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resume_scenarios import (
+    ACROSS_SIZES,
     ACROSS_STOP,
     CASES,
     DRAWN_IN_STEPS,
@@ -254,12 +255,10 @@ def test_a_run_resumed_at_another_world_size_equals_an_uninterrupted_one(setup: 
     run_ranks(run_on_one_rank, 1, setup)
     expected = resumed_runs.read_deterministic_metrics(setup / "across_straight")
     tensors = resumed_runs.load_checkpoint_tensors(setup / "across_straight")
-    num_resumed = NUM_STEPS - ACROSS_STOP
-    sizes = {"across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * num_resumed, "across_2_to_4": [(1, 2)] * num_resumed}
-    for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1", "across_4_to_4"):
+    for name in ("across_2_to_1", "across_4_to_1", *ACROSS_SIZES):
         lines = resumed_runs.read_deterministic_metrics(setup / name)
         used = [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
-        for used_sizes, wanted in zip(used[::-1], sizes.get(name, [])[::-1], strict=False):
+        for used_sizes, wanted in zip(used[::-1], ACROSS_SIZES.get(name, [])[::-1], strict=False):
             assert used_sizes[0] == wanted[0] and used_sizes[1] in (wanted[1], None)
         if name.endswith("_to_1"):
             assert all(main == 1 for main, _ in used[ACROSS_STOP:])

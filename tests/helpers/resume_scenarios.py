@@ -18,7 +18,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.resumed_runs import NUM_STEPS, make_run_state
 from tests.helpers.scores import write_scores_folder
 from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
-from tests.helpers.soak import soak
+from tests.helpers.soak import IS_SOAK, soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.measure import train_steps
 from vcore_ds.commands.reference import write_reference_log_probabilities
@@ -118,9 +118,15 @@ ACROSS_WORLD_SIZES = {
     "batch": {"global_size": 4},
     "probe": {"direction": "muon", "batch_size": 4, "every": 2},
     "optimizer": MUON,
+    "schedule": {"num_steps": 3},
 }
 """Step 2 takes the direction of step 1, step 3 probes. Muon's state has AdamW's moments too, of the embeddings."""
 ACROSS_STOP = 1
+ACROSS_SIZES = {
+    "across_2_to_4": [(4, 2)] * 2,
+    **soak({"across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * 2}),
+}
+"""Sequence-parallel sizes of the main batch and of the probe in the last steps of runs on four ranks."""
 
 
 def make_recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
@@ -213,13 +219,16 @@ def run_case(folder: Path, name: str) -> list[str]:
         stopped = stopped.model_copy(update={"run": profiled})
         resumed_runs.run_until(stopped, KILLED_AFTER + 1)
     resumed_runs.run_to_end(stopped)
-    return find_differences(Path(stopped.run.output_dir), expected, name)
+    return find_differences(Path(stopped.run.output_dir), expected, count_steps(name))
 
 
-def find_differences(folder: Path, expected: Path, name: str) -> list[str]:
-    """Differences between two runs of a case."""
-    num_steps = CASES[name].get("schedule", {}).get("num_steps", NUM_STEPS)
-    return resumed_runs.find_differences(folder, expected, num_steps)
+def count_steps(name: str) -> int:
+    return CASES[name].get("schedule", {}).get("num_steps", NUM_STEPS)
+
+
+def find_differences(folder: Path, expected: Path, num_steps: int = NUM_STEPS) -> list[str]:
+    """Differences between two runs, on the first rank; the others would read the same files."""
+    return resumed_runs.find_differences(folder, expected, num_steps) if layout.is_first() else []
 
 
 def copy_on_first_rank(folder: Path, copy: Path) -> None:
@@ -255,7 +264,7 @@ def save_where_one_rank_cannot_write(folder: Path) -> dict[str, Any]:
         message = catch_message(CheckpointFailed, resumed_runs.run_until, stopped, 3)
     checkpoints = list_checkpoints(run_folder)
     resumed_runs.run_to_end(stopped)
-    differing = resumed_runs.find_differences(run_folder, folder / "sft_lora_straight")
+    differing = find_differences(run_folder, folder / "sft_lora_straight")
     return {"message": message, "checkpoints": checkpoints, "differing": differing}
 
 
@@ -296,8 +305,8 @@ def save_asynchronously(folder: Path) -> dict[str, Any]:
         "lines": lines,
         "checkpoints": checkpoints,
         "held": [key for key in held.keys() | direct.keys() if not torch.equal(held[key], direct[key])],
-        "finished": find_differences(finished, straight, "bf16_offload_all"),
-        "killed": find_differences(killed, straight, "bf16_offload_all"),
+        "finished": find_differences(finished, straight, count_steps("bf16_offload_all")),
+        "killed": find_differences(killed, straight, count_steps("bf16_offload_all")),
         "metrics": [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()],
     }
 
@@ -453,8 +462,8 @@ def lengthen_and_branch(folder: Path) -> dict[str, Any]:
     return {
         "messages": messages,
         "finished": files,
-        "branch": resumed_runs.find_differences(folder / "branch", expected, 7),
-        "longer": resumed_runs.find_differences(longer, expected, 7),
+        "branch": find_differences(folder / "branch", expected, 7),
+        "longer": find_differences(longer, expected, 7),
         "set aside": sorted(path.name for path in longer.glob("*_step_*")),
         "lost": [path.name for path in (folder / "branch").glob("*lost*")],
         "rates": [line["learning_rate"] for line in resumed_runs.read_deterministic_metrics(expected)],
@@ -500,7 +509,7 @@ def train_on_full_disk(folder: Path, disk: Path) -> dict[str, Any]:
     filler.unlink(missing_ok=True)
     layout.gather_objects("job", None)
     resumed_runs.run_to_end(stopped)
-    differing = resumed_runs.find_differences(disk / "run", folder / "sft_lora_straight")
+    differing = find_differences(disk / "run", folder / "sft_lora_straight")
     return {"message": message, "steps": steps, "differing": differing}
 
 
@@ -569,9 +578,10 @@ def resume_copy(folder: Path, name: str, *sizes: int) -> None:
 
 
 def run_on_four_ranks(folder: Path) -> None:
-    resume_copy(folder, "across_2", 1, 2)
+    resume_copy(folder, "across_2", 4, 2)
     resumed_runs.run_until(make_recipe_across_world_sizes(folder, "across_4", 2, 4), ACROSS_STOP)
-    resume_copy(folder, "across_4", 4, 1)
+    if IS_SOAK:
+        resume_copy(folder, "across_4", 4, 1)
 
 
 def run_on_one_rank(folder: Path) -> None:

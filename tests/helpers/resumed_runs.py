@@ -3,6 +3,7 @@
 
 import gc
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.helpers.commands import drop_machine_keys, read_metrics
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.engine.export_shards import CheckpointTensors
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training import run
 from vcore_ds.training.checkpoint_read import RunState
@@ -126,8 +127,13 @@ def load_checkpoint_tensors(folder: Path, step: int | None = None) -> dict[str, 
 
 def load_state_tensors(state: Path) -> dict[str, torch.Tensor]:
     """Unsharded tensors in a folder written by torch.distributed.checkpoint."""
-    stored = CheckpointTensors(state)
-    return {name: stored.read(name) for name in stored.names}
+    reader = dcp.FileSystemReader(state)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def make_run_state() -> RunState:
