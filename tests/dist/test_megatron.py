@@ -167,8 +167,7 @@ def compare_layers() -> Layers:
     }
     exchanged = [megatron.count_exchanged_elements(**options) for options in EXCHANGED.values()]
     passes = {name: run_both_passes(case) for name, case in PASSES.items()}
-    sizes = dict(intermediate_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
-    peaks = measure_peaks(MEASURED_PASS, **sizes)
+    peaks = measure_peaks(MEASURED_PASS, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
     return Layers(architectures, *exchanged, passes, peaks)
 
 

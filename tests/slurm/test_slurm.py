@@ -69,6 +69,15 @@ class Disturbed:
 
         wait_until(holds, f"step {step} after {restarts} restarts")
 
+    def wait_for_restart(self, restarts: int) -> None:
+        """Wait until the job runs again. Before, the ranks that stop may still finish steps."""
+        expected = (str(restarts), "RUNNING")
+        wait_until(
+            lambda: (self.cluster.field(self.job, "Restarts"), self.cluster.state(self.job)) == expected,
+            f"restart {restarts}",
+            every_seconds=1,
+        )
+
 
 @pytest.fixture(scope="module")
 def disturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
@@ -82,12 +91,12 @@ def disturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.TempP
     # As by an administrator, or by SLURM on preemption: SIGTERM everywhere, SIGKILL half a minute later.
     disturbed.wait_for_step(1, restarts=0)
     cluster.run(f"scontrol requeue {job}")
-    wait_until(lambda: cluster.field(job, "Restarts") == "1", "restart", every_seconds=1)
+    disturbed.wait_for_restart(1)
     if IS_SOAK:  # otherwise only `test_the_last_task_of_an_array_is_requeued_alone` has a job that requeues itself
         # As by SLURM before the time limit (--signal); the job's script then requeues it.
         disturbed.wait_for_step(count_finished_steps(disturbed.run) + 1, restarts=1)
         cluster.run(f"scancel --signal=USR1 {job}")
-        wait_until(lambda: cluster.field(job, "Restarts") == "2", "restart", every_seconds=1)
+        disturbed.wait_for_restart(2)
     disturbed.wait_for_step(count_finished_steps(disturbed.run) + 1, restarts=1 + IS_SOAK)
     submit = stop_for_another_number_of_nodes(cluster, job)
     wait_until(lambda: cluster.state(job) == "FAILED", "end of the job", every_seconds=1)
