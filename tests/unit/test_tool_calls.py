@@ -287,7 +287,12 @@ LEFT_OUT = {
     "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "refuses this conversation"),
     "function_calls": ("qwen3", [ASK, FUNCTION_CALLS], None, "leaves out `function_calls` of message 2"),
     "function_calls beside text": ("llama3_1", [ASK, FINAL | FUNCTION_CALLS], None, "`function_calls` of message 2"),
-    "function_calls, a list": ("qwen3", [ASK, FUNCTION_CALLS | {"function_calls": [1]}], None, "s` of message 2"),
+    "function_calls, a list": (
+        "qwen3",
+        [ASK, FUNCTION_CALLS | {"function_calls": [1]}],
+        None,
+        "`function_calls` of message 2",
+    ),
     "gemma4, text after results": ("gemma4", [ASK, make_call(content="So?"), make_result(), FINAL], TOOLS, "otherwise"),
     "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),
 }
