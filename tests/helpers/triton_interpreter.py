@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 def patch_language_once_a_launch() -> None:
     """Let only a kernel's launch replace the functions of Triton's language.
 
-    Each function that a kernel calls replaces them again (Triton 3.6 to 3.8), all 300 of which are replaced already.
+    Triton 3.7.1 looks for functions to replace in each call of a function by a kernel as well, where none is left.
     """
     patch_language = interpreter._patch_lang
 
