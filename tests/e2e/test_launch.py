@@ -31,7 +31,7 @@ from tests.helpers.commands import (
     read_metrics,
     run_command,
 )
-from tests.helpers.jobs import ForkedJob
+from tests.helpers.jobs import ForkedJob, forget_rank
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import launch, main
 from vcore_ds.config.load import dump_recipe, load_recipe
@@ -106,9 +106,9 @@ NOBODY = ("unshare", "--user", "--map-user=65534", "--map-group=65534")
 
 
 def run_deepspeed_command(arguments: Sequence[str]) -> int:
-    """Do what `launch_scripts/deepspeed_command.py` does, without the variables of a rank."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        del os.environ[name]
+    """Do what `launch_scripts/deepspeed_command.py` does."""
+    forget_rank()
+    del os.environ["LOCAL_SIZE"]  # in place of which DeepSpeed asks numactl
     sys.argv = ["deepspeed", *arguments]
     deepspeed_command.main()
     return 0
@@ -128,7 +128,7 @@ def test_the_launcher_of_the_scripts_takes_names_of_gpus(tmp_path: Path) -> None
 
     environment = command_environment() | devices | {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,MIG-3"}
     environment["PATH"] = f"{tmp_path}/locked:{environment['PATH']}"
-    del environment["LOCAL_SIZE"]  # in place of which DeepSpeed asks numactl
+    del environment["LOCAL_SIZE"]
     script = REPOSITORY / "launch_scripts" / "deepspeed_command.py"
     done = subprocess.run(
         [*as_nobody, sys.executable, "-P", script, *words], env=environment, capture_output=True, text=True, timeout=300
@@ -189,12 +189,12 @@ def test_vcore_ds_train_on_a_terminal_repeats_a_run_from_its_recipe(bash_run: Ru
         assert again.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
-def test_torchrun_gives_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
-    """On one rank, since two only import everything twice: the next test has two."""
+def test_torchrun_on_two_ranks_gives_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.micro_batch_size_per_rank=2", model=setup.tied)
-    run = train("torchrun --nproc_per_node 1 launch_scripts/train_32b.sh", overrides, folder)
-    assert check_folder(run, read_recipe(run)) == 1
+    run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
+    assert run.output.count("step 2/2  loss ") == 1  # only one rank prints
+    assert check_folder(run, read_recipe(run)) == 2
     check_model(run, setup, setup.tied)
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 

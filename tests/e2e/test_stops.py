@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.commands import free_port, read_metrics
-from tests.helpers.jobs import AnyJob, ForkedJob, Job
+from tests.helpers.jobs import AnyJob, ForkedJob, Job, forget_rank
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import soak_only
 from vcore_ds.commands.cli import launch, main
@@ -130,11 +130,10 @@ sys.exit(85)
 
 
 def run_deepspeed(arguments: Sequence[str]) -> int:
-    """Do what the `deepspeed` command does, without the variables of a rank."""
+    """Do what the `deepspeed` command does."""
     from deepspeed.launcher import runner  # only here: the tests are collected without deepspeed
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    forget_rank()
     runner.main(arguments)
     return 0
 

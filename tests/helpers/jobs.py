@@ -198,6 +198,12 @@ def become_rank(
     sys.exit(main(arguments))
 
 
+def forget_rank() -> None:
+    """Remove the variables of a rank from this process, for a launcher that is forked."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
 def _is_running(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
